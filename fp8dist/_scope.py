@@ -29,6 +29,7 @@ class ScopeState:
         serial: counts opened scopes; keys everything that is valid for one scope only.
         requested: a module's backward recorded something in the open scope.
         weight_cache: quantized weights of the open scope, by slot name. Emptied when it closes.
+        reloaded: weight slots whose module has loaded other weights since the last scope opened.
         stateless: the recipe has no state to update, so nothing is recorded and requests are void.
     """
 
@@ -36,6 +37,7 @@ class ScopeState:
         self.serial = 0
         self.requested = False
         self.weight_cache: dict[str, Any] = {}
+        self.reloaded: set[str] = set()
         self.stateless = stateless
         self._open = False
         self._paused = 0

@@ -1,0 +1,332 @@
+"""The contiguous buffers behind all slots of one rank: amax row, scales, history, digests.
+
+The row spans the union of all ranks' slots, because it is what the MAX runs over; scales and history exist
+for the rank's own slots only, forward slots before gradient slots, each direction with a recipe state (and so
+a ring head) of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._header import INT32_MIN, MASK31, header_words
+from ._layout import EMPTY, Layout, is_backward
+from ._recipe_state import RecipeState
+from ._scope import ScopeState
+from ._slots import ABSENT, Slot
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Columns:
+    """State of some slots, as it travels: to another layout, to a rank that newly holds a name, to a checkpoint."""
+
+    names: Sequence[str]
+    history: torch.Tensor
+    """float32 [L, n], oldest row first, -1 where no rank ran the tensor."""
+    scale: torch.Tensor
+    """float32 [n]."""
+    warm: torch.Tensor
+    """bool [n], on the CPU."""
+
+
+class SlotTable:
+    """All slots that one rank declared, and their storage once a layout is agreed.
+
+    Attributes:
+        slots: by name, in order of declaration.
+        layout: the agreed union; empty before the first `bind`.
+        words: int32, the header's words followed by the row's bits. What is reduced.
+        row: float32 [len(layout.names)], the amaxes; a view of `words`.
+    """
+
+    def __init__(self, recipe: Recipe, scope: ScopeState) -> None:
+        self.recipe = recipe
+        self.slots: dict[str, Slot] = {}
+        self.layout: Layout = EMPTY
+        self.device = torch.device("cpu")
+        self.nonfinite_before = 0
+        self._scope = scope
+        self._names: list[str] = []
+        self._index: dict[str, int] = {}
+        self._states: list[RecipeState] = []
+        self._warm_at_birth = {
+            backward: not recipe.stateless
+            and bool(recipe.make_state(1, backward=backward, device=self.device).warm[0])
+            for backward in (False, True)
+        }
+        self._allocate(0, 0)
+
+    # -- declaring and binding ---------------------------------------------------------------------------
+
+    def declare(self, name: str) -> Slot:
+        """A new slot with cells of its own, to be taken over by the next `bind`."""
+        backward = is_backward(name)
+        slot = Slot(
+            name,
+            dtype=self.recipe.dtype(backward),
+            scaled_max=self.recipe.scaled_max(backward),
+            scope=self._scope,
+            warm=self._warm_at_birth[backward],
+        )
+        self.slots[name] = slot
+        return slot
+
+    @property
+    def undeclared_in_layout(self) -> list[str]:
+        """Own slots that the agreed layout does not place on this rank yet."""
+        return [name for name in self.slots if name not in self._index]
+
+    def _allocate(self, n_header: int, n_union: int) -> None:
+        self.words = torch.full((n_header + n_union,), INT32_MIN, dtype=torch.int32, device=self.device)
+        self.row = self.words[n_header:].view(torch.float32)
+        self.n_header = n_header
+        self.reset_row()
+
+    def reset_row(self) -> None:
+        """Forget what was recorded."""
+        self.row.fill_(ABSENT)
+
+    def replace_words(self) -> None:
+        """Take a fresh buffer, because an abandoned reduction may still write into the old one."""
+        self._allocate(self.n_header, len(self.layout.names))
+        self._point_slots()
+
+    def bind(self, layout: Layout, rank: int, device: torch.device) -> None:
+        """Lay out all buffers anew for `layout`, keep the state of every slot that had one."""
+        kept = self.export() if self._states else None
+        self.nonfinite_before = self.nonfinite
+        self.layout, self.device = layout, device
+        held = [rank in ranks for ranks in layout.holders]
+        positions = [i for i, c in enumerate(layout.class_of) if held[c]]
+        self._names = [layout.names[i] for i in positions]
+        assert set(self._names) == set(self.slots), "the agreed layout does not match the declared slots"
+        n = len(positions)
+        n_forward = sum(not is_backward(name) for name in self._names)
+        self._index = {name: i for i, name in enumerate(self._names)}
+        self._whole_row = n == len(layout.names)
+        self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        self._class = torch.tensor(
+            [layout.class_of[i] for i in positions], dtype=torch.int64, device=device
+        )
+        self._held = torch.tensor(held, dtype=torch.bool, device=device)
+        self._multipliers = _mix(self._positions + 1) | 1
+        self._scale = torch.ones(n, device=device)
+        self._scale_inv = torch.ones(n, device=device)
+        self._warm = torch.zeros(n, dtype=torch.bool)
+        self._states = []
+        for backward, part in ((False, slice(0, n_forward)), (True, slice(n_forward, n))):
+            state = self.recipe.make_state(part.stop - part.start, backward=backward, device=device)
+            state.bind(self._scale[part], self._scale_inv[part], self._warm[part])
+            self._states.append(state)
+        self._parts = (slice(0, n_forward), slice(n_forward, n))
+        self._allocate(header_words(len(layout.holders)), len(layout.names))
+        if kept is not None:
+            self.load(kept)
+        self._fold_and_point(device)
+        self.refresh_digests()
+
+    def _fold_and_point(self, device: torch.device) -> None:
+        """Move what the slots recorded in their own cells into the row, then point them at the row."""
+        if self._names:
+            amaxes = torch.cat([self.slots[name].amax.to(device) for name in self._names])
+            bits = torch.maximum(
+                self.row[self._positions].view(torch.int32), amaxes.view(torch.int32)
+            )
+            self.row[self._positions] = bits.view(torch.float32)
+        self._point_slots()
+
+    def _point_slots(self) -> None:
+        cells = self.row.split(1) if len(self.row) else ()
+        views = zip(
+            self._names, self._positions.tolist(), self._scale.split(1), self._scale_inv.split(1),
+            self._warm.split(1), strict=False,
+        )  # fmt: skip
+        for name, position, scale, scale_inv, warm in views:
+            slot = self.slots[name]
+            slot.amax, slot.scale, slot.scale_inv, slot.warm = cells[position], scale, scale_inv, warm
+
+    # -- commit ------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """History takes the row (reduced by now), scales are recomputed, the row is reset."""
+        own = self.row if self._whole_row else self.row.index_select(0, self._positions)
+        done: list[RecipeState] = []
+        try:
+            for state, part in zip(self._states, self._parts, strict=True):
+                state.commit(own[part])
+                done.append(state)
+        except BaseException:
+            for state in done:
+                state.undo()
+            raise
+        self.reset_row()
+        self.refresh_digests()
+
+    def undo(self) -> bool:
+        """Take the last commit back; False if there is none to take back."""
+        undone = [state.undo() for state in self._states]
+        self.refresh_digests()
+        return bool(undone) and all(undone)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether `undo` would take a commit back."""
+        return bool(self._states) and all(state.undoable for state in self._states)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Make slots as cold as new ones."""
+        fresh = self.recipe.make_state(len(names), backward=False, device=self.device)
+        self.load(Columns(names, fresh.history_rows(), fresh.scale, fresh.warm))
+
+    def seed(self, names: Sequence[str], amaxes: torch.Tensor) -> None:
+        """Give cold weight slots the scale of their amax.
+
+        Args:
+            names: union names that `amaxes` belong to; those of other ranks are passed over.
+            amaxes: float32 [len(names)]; -1 where no holder wants a seed.
+        """
+        for state, part in zip(self._states, self._parts, strict=True):
+            mine = [
+                (self._index[name] - part.start, i)
+                for i, name in enumerate(names)
+                if name in self._index and part.start <= self._index[name] < part.stop
+            ]
+            if mine:
+                local, given = torch.tensor(mine, device=self.device).unbind(1)
+                wanted = amaxes[given] >= 0
+                state.seed(local[wanted], amaxes[given][wanted])
+        self.refresh_digests()
+
+    # -- state that travels ------------------------------------------------------------------------------
+
+    def export(self) -> Columns:
+        """State of all own slots."""
+        return Columns(
+            list(self._names),
+            torch.cat([state.history_rows() for state in self._states], dim=1),
+            self._scale.clone(),
+            self._warm.clone(),
+        )
+
+    def load(self, columns: Columns) -> None:
+        """Set the state of those own slots that `columns` names; the others keep theirs."""
+        given = {name: i for i, name in enumerate(columns.names)}
+        for state, part in zip(self._states, self._parts, strict=True):
+            pairs = [(i, given[name]) for i, name in enumerate(self._names[part]) if name in given]
+            if not pairs:
+                continue
+            to, source = torch.tensor(pairs).unbind(1)
+            rows, scale = state.history_rows(), state.scale.clone()
+            warm = state.warm.clone()
+            rows[:, to] = columns.history[:, source].to(rows.device)
+            scale[to] = columns.scale[source].to(scale.device)
+            warm[to] = columns.warm[source].cpu()
+            state.load(rows, scale, warm)
+        self.refresh_digests()
+
+    def columns_as_words(self, names: Sequence[str]) -> torch.Tensor:
+        """State and row of the named slots as int32 [len(names), 3 + L], ready for a MAX.
+
+        A rank that has no committed state of a name sends INT32_MIN, which loses against the holder's.
+        """
+        length = self._states[0].history_rows().shape[0]
+        words = torch.full((len(names), 3 + length), INT32_MIN, dtype=torch.int32, device=self.device)
+        columns = self.export()
+        bits = torch.cat(
+            [
+                columns.scale.view(torch.int32)[None],
+                columns.warm.to(self.device, torch.int32)[None],
+                columns.history.view(torch.int32),
+            ]
+        )
+        position = self.layout.position
+        for i, name in enumerate(names):
+            amax = self.row[position[name]] if name in position else torch.tensor(ABSENT, device=self.device)
+            words[i, 0] = amax.view(torch.int32)
+            if name in self._index:
+                words[i, 1:] = bits[:, self._index[name]]
+            elif name in self.slots:
+                cell = self.slots[name].amax.to(self.device).view(torch.int32)[0]
+                words[i, 0] = torch.maximum(words[i, 0], cell)
+        return words
+
+    def load_words(self, names: Sequence[str], words: torch.Tensor) -> None:
+        """Take over the reduced `columns_as_words`: amaxes into the row, states where a holder had one."""
+        position = self.layout.position
+        index = torch.tensor([position[name] for name in names], device=self.device)
+        self.row[index] = words[:, 0].contiguous().view(torch.float32)
+        known = (words[:, 1] != INT32_MIN).tolist()
+        kept = [i for i, has_state in enumerate(known) if has_state]
+        columns = words[kept].T.contiguous()
+        self.load(
+            Columns(
+                [names[i] for i in kept],
+                columns[3:].view(torch.float32),
+                columns[1].view(torch.float32),
+                columns[2].cpu() != 0,
+            )
+        )
+
+    # -- what other people read --------------------------------------------------------------------------
+
+    @property
+    def bound(self) -> bool:
+        """Whether a layout was agreed."""
+        return bool(self._states)
+
+    @property
+    def nonfinite(self) -> int:
+        """How many infinite or NaN amaxes were reduced so far."""
+        return self.nonfinite_before + sum(int(state.nonfinite.sum()) for state in self._states)
+
+    def refresh_digests(self) -> None:
+        """Recompute the header's pair of every class from the scales."""
+        sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
+        bits = self._scale.view(torch.int32).to(torch.int64)
+        sums.index_add_(0, self._class, bits * self._multipliers)
+        digest = _fold(sums).to(torch.int32)
+        neutral = torch.full_like(digest, INT32_MIN)
+        self.class_words = torch.stack(
+            [torch.where(self._held, digest, neutral), torch.where(self._held, -digest, neutral)], dim=1
+        ).reshape(-1)
+
+    def full_digests(self) -> dict[int, int]:
+        """Digest over scales, coldness and histories of each class this rank holds."""
+        columns = self.export()
+        bits = torch.cat(
+            [
+                columns.scale.view(torch.int32)[None],
+                columns.warm.to(self.device, torch.int32)[None],
+                columns.history.view(torch.int32),
+            ]
+        ).to(torch.int64)
+        row_multipliers = _mix(torch.arange(1, bits.shape[0] + 1, device=self.device)) | 1
+        per_slot = (bits * row_multipliers[:, None]).sum(0) * self._multipliers
+        sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
+        sums.index_add_(0, self._class, per_slot)
+        folded = _fold(sums).tolist()
+        return {c: folded[c] for c, held in enumerate(self._held.tolist()) if held}
+
+    def count_casts(self, on: bool) -> None:
+        """Give every slot a counter (values, saturated, flushed to zero), or take it away."""
+        for name, cell in zip(
+            self._names, torch.zeros((len(self._names), 3), dtype=torch.int64, device=self.device), strict=True
+        ):
+            self.slots[name].casts = cell if on else None
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Scatter small integers over int64 (the splitmix64 finaliser; multiplication wraps)."""
+    x = x * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _fold(sums: torch.Tensor) -> torch.Tensor:
+    """31 bits of an int64."""
+    return (sums ^ (sums >> 31)) & MASK31

@@ -1,0 +1,72 @@
+"""The handle that `coordinator.step()` gives, and where it was opened."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ._header import Tag
+from .errors import ScopeError
+
+if TYPE_CHECKING:
+    from .coordinator import ReductionGroupCoordinator
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Step:
+    """One optimizer step of one coordinator, a context manager.
+
+    Attributes:
+        tag: the caller's step tag, compared across ranks.
+        committed: None while open; afterwards whether the step moved the scales.
+        place: `file:line` that opened it.
+    """
+
+    def __init__(self, coordinator: ReductionGroupCoordinator, tag: Tag) -> None:
+        self.tag = tag
+        self.committed: bool | None = None
+        self.place = ""
+        self.abandoned = False
+        self._coordinator = coordinator
+
+    def abort(self) -> None:
+        """Give the step up on all ranks: nothing is committed, nobody raises, no `recover()` is needed.
+
+        One rank's call is enough. Legal until the scope closes.
+
+        Raises:
+            ScopeError: the scope is closed already.
+        """
+        if self.committed is not None:
+            raise ScopeError("step.abort() expects an open step but its scope has closed; call it inside the `with`")
+        self.abandoned = True
+
+    def __enter__(self) -> Step:
+        self.place = caller()
+        return self._coordinator._enter(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator._leave(self, error)
+
+
+def caller() -> str:
+    """`file:line` of the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def origin(error: BaseException) -> str:
+    """`file:line` where an exception was raised, or an empty string."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

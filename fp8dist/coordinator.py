@@ -1,0 +1,840 @@
+"""One coordinator per process and reduction group: the step scope, and the one collective at its end.
+
+    open ─▶ forward/backward of all microbatches (modules record, flag) ─▶ exit
+                                                                            │ header + row, one MAX
+             any rank failed: PeerAborted ◀── verdict from the header ◀─────┤
+             ranks disagree:  RanksDisagree                                 │
+             step.abort():    nothing changes                               ▼
+                                                       commit: history, scales, generation + 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed import Store
+from torch.profiler import record_function
+
+from . import _decisions
+from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode, tag_words
+from ._layout import Entry, entries_to_plain, format_ranks, layout_from_plain, pack, unpack
+from ._negotiate import Negotiator
+from ._scope import ScopeState
+from ._slot_table import Columns, SlotTable
+from ._slots import ABSENT, Slot
+from ._stall import StallInspector
+from ._step import Step, origin
+from ._weights import check_materialised, fingerprint, is_sharded, local_part, seed_amax
+from .errors import (
+    CollectiveTimeout,
+    Fp8DistError,
+    NeedsRecovery,
+    PeerAborted,
+    RanksDisagree,
+    ScopeError,
+    TransportError,
+)
+from .recipe import Recipe
+from .transport import Transport, Work, resolve
+
+logger = logging.getLogger("fp8dist")
+
+FIRST_STEP_FACTOR = 3  # a first step may compile; it gets that many timeouts
+TOMBSTONE_GRACE = 0.5  # seconds to wait for the note of a rank whose failure the header already shows
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Plain numbers of one coordinator on one rank.
+
+    Attributes:
+        commits: steps that moved the scales.
+        collectives: reductions started, counted by the transport. `freeze()` runs one to seed weights; a
+            step runs one, or two if the layout grew in it.
+        aborts: steps that moved nothing because some rank gave up or failed.
+        generation: commits behind the current scales; differs from `commits` after a load or a rollback.
+        nonfinite_amaxes: infinite or NaN amaxes seen.
+        last_wait_s: seconds this rank waited for the last collective.
+    """
+
+    commits: int
+    collectives: int
+    aborts: int
+    generation: int
+    nonfinite_amaxes: int
+    last_wait_s: float
+
+
+class ReductionGroupCoordinator:
+    """Reduces and updates all scales of this process, once per optimizer step.
+
+    Args:
+        recipe: how scales are made; equal on all ranks.
+        group: the ranks that take the MAX together. None: all ranks (right for any mix of data, tensor,
+            context, pipeline and expert parallelism, since slots meet by name); or a `ProcessGroup`, or a
+            one-dimensional `DeviceMesh`.
+        name: tells coordinators of one process apart; required from the second one on.
+        store: where ranks meet; default: the store of the default group. A store of your own must be fresh
+            for every launch.
+        stall_warning: seconds after which a waiting rank logs who is missing; None never warns.
+        timeout: seconds after which it raises `CollectiveTimeout`; None waits for ever. The first step gets
+            three times that, since it may compile.
+
+    Raises:
+        ValueError: unfit group, name taken, or `torch.distributed` not initialised under a launcher.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: Any = None,
+        *,
+        name: str = "main",
+        store: Store | None = None,
+        stall_warning: float | None = 30.0,
+        timeout: float | None = 300.0,
+    ) -> None:
+        if not isinstance(recipe, Recipe):
+            raise ValueError(
+                f"recipe expects a DelayedScaling or CurrentScaling but got {type(recipe).__name__} {recipe!r}"
+            )
+        for what, seconds in (("stall_warning", stall_warning), ("timeout", timeout)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{what} expects seconds > 0 or None but got {seconds!r}")
+        if not name or "/" in name:
+            raise ValueError(f"name expects a non-empty string without '/' but got {name!r}")
+        self.recipe = recipe
+        self.name = name
+        self._timeout = timeout
+        self._transport: Transport = resolve(group, store)
+        self._scope = ScopeState(stateless=recipe.stateless)
+        self._table = SlotTable(recipe, self._scope)
+        self._weights: dict[str, torch.Tensor] = {}
+        self._entries: dict[str, Entry] = {}
+        self._sharded: set[str] = set()
+        self._lock = threading.RLock()
+        self._open: list[Step] = []
+        self._commits = self._aborts = self._generation = self._serial = 0
+        self._last_wait = 0.0
+        self._broken: BaseException | None = None
+        self._pending: Work | None = None
+        self._communicator = ""
+        self._relabelled = False
+        self._state_loaded = False
+        self._waiting_state: Mapping[str, Any] | None = None
+        self._closed = False
+        self._join(stall_warning)
+
+    def _join(self, stall_warning: float | None) -> None:
+        """Claim the name on this rank and set up the control plane."""
+        ranks, rank = self._transport.global_ranks, self._transport.rank
+        everyone = self._transport.control
+        cards = everyone.under(f"cards/{self.name}")
+        if cards.check([str(ranks[rank])]):
+            raise ValueError(
+                f"a coordinator named {self.name!r} exists on rank {ranks[rank]} already; give each coordinator of a "
+                "process its own name=, or close() the earlier one first"
+            )
+        members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]
+        self._control = everyone.under(f"{self.name}/{members}")
+        self._negotiator = Negotiator(self._control, ranks, rank, self.name, cards)
+        self._negotiator.post_card()
+        # A coordinator that is dropped without close() must give its name back, too.
+        self._release = weakref.finalize(self, cards.delete, str(ranks[rank]))
+        self._release.atexit = False
+        self._stall = StallInspector(self._control, everyone, self.name, rank, ranks, stall_warning)
+        if rank == 0 and len(ranks) > 1:
+            self._stall.list_coordinator()
+
+    # -- declaring slots ---------------------------------------------------------------------------------
+
+    def slot(self, name: str) -> Slot:
+        """The slot of that name; made if there is none. For modules that are not ours.
+
+        Args:
+            name: global name ending in `.input`, `.weight` or `.grad_output`. Ranks that use the same name
+                share one scale.
+        """
+        with self._lock:
+            existing = self._table.slots.get(name)
+            return existing if existing is not None else self.declare(name, shape=None)
+
+    def declare(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, ...] | None,
+        weight: torch.nn.Parameter | None = None,
+        sharded: bool = False,
+    ) -> Slot:
+        """A new slot. Local; the ranks agree at `freeze()`, or within the next step's collective.
+
+        Args:
+            name: global name ending in its role.
+            shape: global shape of the tensor where it is known; compared between ranks.
+            weight: the parameter, for a weight's slot: its first scale is taken from its values.
+            sharded: this rank holds a part of the weight although the tensor does not tell.
+
+        Raises:
+            ValueError: the name is taken on this rank, or does not end in a role.
+        """
+        with self._lock:
+            self._check_usable()
+            if name in self._table.slots:
+                raise ValueError(
+                    f"slot {name!r} belongs to another module of this process already; two modules cannot share one "
+                    "name: give convert(..., prefix=...) or names=..., e.g. one prefix per pipeline stage"
+                )
+            slot = self._table.declare(name)
+            if weight is not None:
+                self._weights[name] = weight
+                if sharded or is_sharded(weight):
+                    self._sharded.add(name)
+                    # Only a DTensor knows its global shape; parts of a plain one may differ in size.
+                    shape = shape if is_sharded(weight) else None
+            self._entries[name] = Entry(name, tuple(shape) if shape is not None else None)
+            return slot
+
+    def label_stage(self, module: torch.nn.Module, stage: int) -> None:
+        """Say that the slots held by `module` belong to a pipeline stage; compared at the next agreement."""
+        for slot in _slots_of(module):
+            if self._table.slots.get(slot.name) is not slot:
+                continue
+            entry = self._entries[slot.name]
+            if entry.stage not in (None, stage):
+                raise ValueError(
+                    f"slot {slot.name!r} belongs to stage {entry.stage} already but stage {stage} holds it, too; give "
+                    "each stage's layers global names: convert(..., prefix=...) or names=..."
+                )
+            if entry.stage is None:
+                self._entries[slot.name] = Entry(entry.name, entry.shape, stage)
+                self._relabelled = self._relabelled or self._table.bound
+
+    # -- agreeing on the layout --------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Agree with all ranks on the slots, connect, and give weights their first scales. A collective.
+
+        Optional: the first step does it. Call it when the model is where it trains.
+
+        Raises:
+            LayoutMismatch: one name means different things on different ranks.
+            RanksDisagree: recipes or groups differ.
+            CollectiveTimeout: a rank did not come.
+            ValueError: a weight is on the meta device, or weights lie on several devices.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._table.bound or self.recipe.stateless:
+                return
+            for name, weight in self._weights.items():
+                check_materialised(name, weight)
+            device = self._device()
+            with record_function("fp8dist::freeze"):
+                agreed = self._agree_layout(self._long_timeout())
+                self._connect(agreed["communicator"], device)
+                self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
+                if self._waiting_state is not None:
+                    self._apply_state(self._waiting_state)
+                    self._waiting_state = None
+                self._seed_weights()
+
+    def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
+        known = self._table.layout.position
+        entries = []
+        for name, entry in self._entries.items():
+            weight = self._weights.get(name)
+            mark = None
+            # Only new names: weights of replicas may part later (local SGD), and that is none of our business.
+            if weight is not None and name not in known and name not in self._sharded:
+                mark = fingerprint(weight)
+            entries.append(Entry(entry.name, entry.shape, entry.stage, mark))
+        payload = {
+            "recipe": self.recipe.digest(),
+            "recipe_fields": {
+                "class": type(self.recipe).__name__,
+                **{f.name: _shown(getattr(self.recipe, f.name)) for f in fields(self.recipe)},
+            },
+            "entries": entries_to_plain(entries),
+        }
+        return self._negotiator.agree("layout", payload, _decisions.layout, timeout)
+
+    def _connect(self, communicator: str, device: torch.device) -> None:
+        self._transport.connect(communicator, device, self._timeout)
+        self._communicator = communicator
+
+    def _device(self) -> torch.device:
+        devices = {local_part(weight).device for weight in self._weights.values()}
+        if len(devices) > 1:
+            listed = ", ".join(sorted(map(str, devices)))
+            raise ValueError(
+                f"all FP8 weights of one process are expected on one device but lie on {listed}; give each device a "
+                "coordinator of its own (name=), or move the model first"
+            )
+        return devices.pop() if devices else torch.device("cpu")
+
+    def _seed_weights(self) -> None:
+        """Scales of cold weights from the MAX of their values over the holders; one collective."""
+        if getattr(self.recipe, "first_step", "current") != "current":
+            return
+        layout = self._table.layout
+        names = [name for name in layout.names if name.endswith(".weight")]
+        if not names:
+            return
+        amaxes = torch.full((len(names),), ABSENT, device=self._table.device)
+        for i, name in enumerate(names):
+            if name in self._weights and not bool(self._table.slots[name].warm[0]):
+                amaxes[i] = seed_amax(self._weights[name]).to(amaxes.device)
+        if getattr(self.recipe, "reduce_amax", True):
+            words = amaxes.view(torch.int32)
+            self._stall.publish("exit", self._serial, "freeze")
+            self._stall.wait(
+                self._transport.start_max(words), self._serial, "freeze", self._long_timeout(), self._look
+            )
+        self._table.seed(names, amaxes)
+
+    # -- the step scope ----------------------------------------------------------------------------------
+
+    def step(self, tag: Tag = None) -> Step:
+        """The scope of one optimizer step: forward and backward of all microbatches, before the optimizer.
+
+        Scopes nest; only the outermost reduces. Leaving it normally takes part in exactly one collective,
+        whatever ran inside. Leaving it by an exception commits nothing on any rank.
+
+        Args:
+            tag: the caller's step number or a string; ranks that name different ones raise `RanksDisagree`.
+                None is not compared.
+
+        Raises:
+            ValueError: unfit tag (at once); a nested scope with another tag (on entry).
+            NeedsRecovery: an earlier step failed (on entry).
+            PeerAborted: another rank left by an exception (on exit).
+            RanksDisagree: tags, layouts, recipes, generations or scales differ (on exit).
+            CollectiveTimeout: a rank did not come (on exit).
+        """
+        tag_words(tag)
+        return Step(self, tag)
+
+    def _enter(self, step: Step) -> Step:
+        with self._lock:
+            self._check_usable()
+            if self._open:
+                outer = self._open[0]
+                if step.tag is not None and step.tag != outer.tag:
+                    raise ValueError(
+                        f"a nested scope expects the outer scope's tag {outer.tag!r} but got {step.tag!r}; if no "
+                        f"nesting was meant, the scope opened at {outer.place} was never closed"
+                    )
+                self._open.append(step)
+                return outer
+            self.freeze()
+            self._forget_reloaded_weights()
+            self._serial += 1
+            self._stall.publish("open", self._serial, step.tag, step.place)
+            self._open.append(step)
+            self._scope.open()
+            return step
+
+    def _leave(self, step: Step, error: BaseException | None) -> None:
+        with self._lock:
+            if step not in self._open:
+                raise ScopeError("this scope is not open; use each coordinator.step() in one `with` statement")
+            outermost = step is self._open[0]
+            if not outermost:
+                self._open.remove(step)
+                return
+            if error is None and len(self._open) > 1:
+                error = ScopeError(
+                    f"the outer scope (opened at {step.place}) closes while the one opened at {self._open[-1].place} is "
+                    "still open; nest them with `with`, on one thread"
+                )
+                unpaired: ScopeError | None = error
+            else:
+                unpaired = None
+            self._open.clear()
+            active = self._scope.requested
+            self._scope.close()
+        step.committed = False
+        if error is not None:
+            self._fail(step, error)
+            if unpaired is not None:
+                raise unpaired
+            return
+        if self.recipe.stateless:
+            return
+        try:
+            self._finish(step, active)
+        except BaseException as cause:
+            self._broken = cause
+            if not isinstance(cause, Fp8DistError):  # KeyboardInterrupt in the wait: peers wait for us, too
+                self._leave_tombstone(step, cause)
+            raise
+
+    def _finish(self, step: Step, active: bool) -> None:
+        """Prepare (one MAX), then commit or abort."""
+        with record_function("fp8dist::reduce"):
+            verdict = self._reduce(self._header(step, active=active), step)
+        self._judge(verdict, step)
+        if verdict.abandoned_rank is not None:
+            self._table.reset_row()
+            self._aborts += 1
+            return
+        with record_function("fp8dist::commit"):
+            if verdict.growing_rank is not None:
+                self._grow(step)
+            self._table.commit()
+        self._commits += 1
+        self._generation += 1
+        step.committed = True
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within it nothing is recorded and no update is asked for: evaluation, a schedule's hidden passes."""
+        return self._scope.paused()
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Within it recording goes on inside `paused()`: the real work of a schedule."""
+        return self._scope.resumed()
+
+    def _header(self, step: Step, *, active: bool, failed: bool = False) -> Header:
+        return Header(
+            rank=self._transport.rank,
+            world=len(self._transport.global_ranks),
+            tag=step.tag,
+            layout=self._table.layout.digest,
+            recipe=self.recipe.digest(),
+            generation=self._generation,
+            failed=failed,
+            abandoned=step.abandoned,
+            grows=bool(self._relabelled or self._table.undeclared_in_layout),
+            active=active,
+        )
+
+    def _fill(self, words: torch.Tensor, header: Header) -> None:
+        plain = encode(header)
+        words[: len(plain)].copy_(torch.tensor(plain, dtype=torch.int32))
+        compared = self._table.class_words
+        if getattr(self.recipe, "reduce_amax", True):
+            words[len(plain) : self._table.n_header].copy_(compared)
+        else:
+            words[len(plain) : self._table.n_header].fill_(INT32_MIN)
+
+    def _reduce(self, header: Header, step: Step) -> Verdict:
+        words, n = self._table.words, self._table.n_header
+        if not getattr(self.recipe, "reduce_amax", True):
+            words = words[:n]
+        self._fill(words, header)
+        self._stall.publish("exit", self._serial, step.tag, step.place)
+        self._wait(self._transport.start_max(words), step)
+        return decode(words[:n].tolist(), header.world)
+
+    def _wait(self, work: Work, step: Step) -> None:
+        self._pending = work  # an abandoned reduction may still write; its words stay alive until recover()
+        timeout = self._long_timeout() if self._commits == 0 else self._timeout
+        try:
+            self._last_wait = self._stall.wait(work, self._serial, step.tag, timeout, self._look)
+        except TransportError as error:
+            self._explain_break(error, step)
+        self._pending = None
+
+    def _look(self) -> None:
+        """Raise PeerAborted if some rank has left a note for this communicator."""
+        note = self._control.get(f"tombstone/{self._communicator}")
+        if note is not None:
+            self._raise_peer_aborted(unpack(note))
+
+    def _explain_break(self, error: TransportError, step: Step) -> None:
+        """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
+        deadline = time.monotonic() + TOMBSTONE_GRACE
+        while time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.02)
+        missing, story = self._stall.story(self._serial)
+        suspect = missing[0] if missing else self._transport.rank
+        # Only the neighbours of a dead rank notice it; the note frees the others.
+        self._leave_note(suspect, step, "a lost connection, its process has probably died", "")
+        raise TransportError(
+            f"coordinator {self.name!r}, rank {self._transport.rank}: the update of step {step.tag!r} broke, "
+            f"probably because a process died. {story}\n({error})"
+        ) from error
+
+    def _judge(self, verdict: Verdict, step: Step) -> None:
+        """Raise on every rank what the header tells every rank."""
+        if verdict.failed_rank is not None:
+            deadline = time.monotonic() + TOMBSTONE_GRACE
+            while time.monotonic() < deadline:
+                self._look()
+                time.sleep(0.005)
+            self._raise_peer_aborted({"rank": verdict.failed_rank, "tag": None, "what": "", "place": ""})
+        if verdict.disagreements or verdict.classes:
+            self._raise_disagreement(verdict, step)
+
+    def _raise_peer_aborted(self, note: Mapping[str, Any]) -> None:
+        self._table.reset_row()
+        self._aborts += 1
+        what = f" with {note['what']}" if note["what"] else ""
+        place = f" at {note['place']}" if note["place"] else ""
+        raise PeerAborted(
+            f"rank {note['rank']} left step {note['tag']!r} of coordinator {self.name!r}{what}{place}; no rank "
+            f"committed it (this is rank {self._transport.rank}, its state is unchanged). Mend the cause on rank "
+            f"{note['rank']}, or let every rank catch its error and call recover()",
+            rank=note["rank"],
+            step=note["tag"],
+            place=note["place"],
+        )
+
+    def _raise_disagreement(self, verdict: Verdict, step: Step) -> None:
+        """Name the field, and from the store each rank's value."""
+        self._table.reset_row()
+        self._aborts += 1
+        layout = self._table.layout
+        mine = self._table.class_words[::2].tolist()
+        values = {
+            "tag": repr(step.tag),
+            "layout": str(layout.digest),
+            "recipe": str(self.recipe.digest()),
+            "generation": str(self._generation),
+            "scales": {layout.label(c): mine[c] for c in verdict.classes if mine[c] != INT32_MIN},
+        }
+        field = verdict.disagreements[0] if verdict.disagreements else "scales"
+        here = self._control.under(f"disagree/{self._communicator}/{self._serial}")
+        here.set(str(self._transport.rank), pack(values))
+        groups: dict[str, list[int]] = {}
+        deadline = time.monotonic() + 1.0
+        waiting = set(range(len(self._transport.global_ranks)))
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                data = here.get(str(rank))
+                if data is not None:
+                    waiting.discard(rank)
+                    groups.setdefault(str(unpack(data)[field]), []).append(rank)
+            time.sleep(0.005 if waiting else 0)
+        raise RanksDisagree(
+            f"coordinator {self.name!r}, step {step.tag!r}: all ranks expect the same {field} but have "
+            f"{_decisions.said(groups)}; no rank committed the step (this is rank {self._transport.rank}). "
+            f"{_MENDS[field]}",
+            field=field,
+        )
+
+    # -- growing -----------------------------------------------------------------------------------------
+
+    def _grow(self, step: Step) -> None:
+        """Some rank has new slots: agree again, and reduce what is new in a second collective.
+
+        A rank that newly holds a name that others held already takes over their state in that reduction.
+        """
+        old = self._table.layout
+        agreed = self._agree_layout(self._timeout)
+        new = layout_from_plain(agreed["layout"])
+        before = {name: old.holders[c] for name, c in zip(old.names, old.class_of, strict=True)}
+        changed = [
+            name
+            for name, c in zip(new.names, new.class_of, strict=True)
+            if before.get(name) != new.holders[c]
+        ]
+        row, positions = self._table.row.clone(), old.position
+        words = self._table.columns_as_words(changed)
+        if changed and getattr(self.recipe, "reduce_amax", True):
+            self._wait(self._transport.start_max(words), step)
+        self._table.bind(new, self._transport.rank, self._table.device)
+        carried = [name for name in new.names if name in positions]
+        if carried:
+            to = torch.tensor([new.position[name] for name in carried], device=row.device)
+            source = torch.tensor([positions[name] for name in carried], device=row.device)
+            self._table.row[to] = row[source]
+        if changed:
+            self._table.load_words(changed, words)
+        self._relabelled = False
+
+    def _forget_reloaded_weights(self) -> None:
+        """Weights that were loaded without the coordinator's state make their slots cold again."""
+        names, self._scope.reloaded = self._scope.reloaded, set()
+        if names and not self._state_loaded:
+            self._table.forget(sorted(names))
+        self._state_loaded = False
+
+    # -- failing and recovering --------------------------------------------------------------------------
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """Tell the peers that this rank left by `error`, without waiting for anybody."""
+        if self.recipe.stateless:
+            return
+        self._broken = error
+        self._aborts += 1
+        self._leave_tombstone(step, error)
+        if self._transport.rank >= 0 and len(self._transport.global_ranks) > 1:
+            words = torch.full_like(self._table.words, INT32_MIN)
+            if not getattr(self.recipe, "reduce_amax", True):
+                words = words[: self._table.n_header]
+            self._fill(words, self._header(step, active=False, failed=True))
+            try:
+                self._pending = self._transport.start_max(words)
+            except TransportError as also:
+                logger.debug("the abort of step %r could not be sent: %s", step.tag, also)
+        self._table.reset_row()
+        error.add_note(
+            f"fp8dist: rank {self._transport.rank} left step {step.tag!r} (scope opened at {step.place}) by this "
+            "exception, so no rank commits it. Peers that wait in the scope's exit get PeerAborted at once; peers "
+            "inside the schedule's own communication are out of reach and wait for its timeout. To go on, every "
+            "rank catches its error and calls coordinator.recover()."
+        )
+
+    def _leave_tombstone(self, step: Step, error: BaseException) -> None:
+        what = f"{type(error).__name__}: {str(error)[:500]}"
+        self._leave_note(self._transport.rank, step, what, origin(error))
+
+    def _leave_note(self, rank: int, step: Step, what: str, place: str) -> None:
+        """One note for the whole group; the first one stays."""
+        key = f"tombstone/{self._communicator}"
+        try:
+            if self._control.get(key) is None:
+                self._control.set(key, pack({"rank": rank, "tag": step.tag, "what": what, "place": place}))
+        except TransportError as also:
+            logger.debug("no note could be left: %s", also)
+
+    def recover(self) -> None:
+        """Bring all ranks back to one state after a failed step. A collective: every rank calls it.
+
+        Every rank goes to the lowest generation that any rank has (a death inside the reduction can leave
+        some one commit ahead), and a new communicator is built. The step can then be repeated or skipped.
+
+        Raises:
+            CollectiveTimeout: a rank did not come (it names them); dead ranks cannot be recovered from, let
+                the launcher restart from a checkpoint.
+            ScopeError: a scope is open on this rank.
+        """
+        with self._lock:
+            self._check_open_for_use()
+            if self._open:
+                raise ScopeError(f"recover() expects no open scope but one was opened at {self._open[0].place}")
+            if not self._table.bound:
+                self._broken = None
+                return
+            payload = {
+                "generation": self._generation,
+                "undoable": int(self._table.can_undo),
+                "layout": self._table.layout.digest,
+            }
+            agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
+            if self._generation > agreed["generation"]:
+                undone = self._table.undo()
+                assert undone, "the undo record was there when the ranks agreed"
+                self._generation -= 1
+            if agreed["relayout"]:  # the failed step grew the layout, and some ranks did not get to know
+                plain = self._agree_layout(self._timeout)["layout"]
+                self._table.bind(layout_from_plain(plain), self._transport.rank, self._table.device)
+            self._connect(agreed["communicator"], self._table.device)
+            self._table.replace_words()
+            self._pending = None
+            self._broken = None
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Named plain tensors, the same on every rank that shares the names. Never commits.
+
+        Inside a scope it is the last committed state, so resuming repeats the step.
+
+        Returns:
+            `{"generation": int64 [], "slots": {name: {"history": float32 [L] oldest first, -1 where
+            absent; "scale": float32 []; "warm": bool []}}}`.
+        """
+        columns = self._table.export() if self._table.bound else None
+        slots = {}
+        if columns is not None:
+            history = columns.history.T.contiguous().unbind(0)
+            scale, warm = columns.scale.unbind(0), columns.warm.unbind(0)
+            slots = {
+                name: {"history": history[i], "scale": scale[i], "warm": warm[i]}
+                for i, name in enumerate(columns.names)
+            }
+        return {"generation": torch.tensor(self._generation), "slots": slots}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over a state of `state_dict()`, matched by name; names of other ranks are passed over.
+
+        Args:
+            state: what `state_dict` gave.
+            strict: every own slot must be there.
+
+        Raises:
+            ValueError: a slot is missing (strict), or a field has another shape or dtype; nothing is changed.
+            ScopeError: a scope is open.
+        """
+        with self._lock:
+            self._check_open_for_use()
+            if self._open:
+                raise ScopeError(
+                    f"load_state_dict() expects no open scope but one was opened at {self._open[0].place}"
+                )
+            for key in ("generation", "slots"):
+                if key not in state:
+                    raise ValueError(f"the state expects {key!r} but has {sorted(state)}")
+            missing = [name for name in self._table.slots if name not in state["slots"]]
+            if missing and strict:
+                raise ValueError(
+                    f"the state has no entry for {len(missing)} of {len(self._table.slots)} slots of this rank, e.g. "
+                    f"{missing[:3]}; pass strict=False to start those afresh"
+                )
+            if self._table.bound:
+                self._apply_state(state)
+            else:
+                self._waiting_state = state
+            self._state_loaded = True
+
+    def _apply_state(self, state: Mapping[str, Any]) -> None:
+        names = [name for name in self._table.slots if name in state["slots"]]
+        if names:
+            slots = [state["slots"][name] for name in names]
+            for field in ("history", "scale", "warm"):
+                wrong = [n for n, s in zip(names, slots, strict=True) if not torch.is_tensor(s.get(field))]
+                if wrong:
+                    raise ValueError(f"the state of slot {wrong[0]!r} expects a tensor {field!r} but has none")
+            length = self.recipe.history_len
+            odd = [
+                n for n, s in zip(names, slots, strict=True) if s["history"].shape != (length,) or s["scale"].numel() != 1
+            ]  # fmt: skip
+            if odd:
+                raise ValueError(
+                    f"the state of slot {odd[0]!r} has a history of shape {tuple(state['slots'][odd[0]]['history'].shape)} "
+                    f"but the recipe expects ({length},); load it with the amax_history_len it was saved with"
+                )
+            self._table.load(
+                Columns(
+                    names,
+                    torch.stack([s["history"].float().cpu() for s in slots], dim=1),
+                    torch.stack([s["scale"].float().cpu().reshape(()) for s in slots]),
+                    torch.stack([s["warm"].bool().cpu().reshape(()) for s in slots]),
+                )
+            )
+        self._generation = int(state["generation"])
+
+    def digest(self) -> int:
+        """One int, equal on all ranks that hold equal state of equal slots."""
+        text = repr(sorted(self.class_digests().items()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def class_digests(self) -> dict[str, int]:
+        """Digest of scales and histories by the set of ranks that share them, e.g. `{"ranks 0-1": 123}`.
+
+        Labels that two ranks have in common must have equal digests on both.
+        """
+        if not self._table.bound:
+            return {}
+        return {self._table.layout.label(c): value for c, value in self._table.full_digests().items()}
+
+    @property
+    def stats(self) -> Stats:
+        """Plain numbers; a snapshot."""
+        return Stats(
+            commits=self._commits,
+            collectives=self._transport.collectives,
+            aborts=self._aborts,
+            generation=self._generation,
+            nonfinite_amaxes=self._table.nonfinite,
+            last_wait_s=self._last_wait,
+        )
+
+    def scales(self) -> dict[str, float]:
+        """Current scale of every own slot."""
+        if not self._table.bound:
+            return {}
+        columns = self._table.export()
+        return dict(zip(columns.names, columns.scale.tolist(), strict=True))
+
+    def count_casts(self, on: bool = True) -> None:
+        """Count what each cast saturates and flushes to zero, from zero; costs two passes per tensor."""
+        self._table.count_casts(on)
+
+    def cast_counts(self) -> dict[str, tuple[int, int, int]]:
+        """Per slot: values cast, saturated, flushed to zero, since `count_casts()`."""
+        return {
+            name: (int(c[0]), int(c[1]), int(c[2]))
+            for name, slot in self._table.slots.items()
+            if (c := slot.casts) is not None
+        }
+
+    # -- closing -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Compare scope counts with the peers, then drop the communicator and the name. A collective.
+
+        Raises:
+            RanksDisagree: some rank ran more scopes than another.
+            ScopeError: a scope was left open.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self._open:
+                raise ScopeError(
+                    f"close() expects no open scope but the one opened at {self._open[0].place} was never left; its "
+                    "step was not committed and peers wait for it"
+                )
+            self._closed = True
+            try:
+                if self._broken is None and self._table.bound:
+                    patience = 30.0 if self._timeout is None else min(30.0, self._timeout)
+                    payload = {"scopes": self._serial}
+                    self._negotiator.agree("close", payload, _decisions.closing, patience)
+            except (CollectiveTimeout, TransportError) as error:
+                logger.warning("coordinator %r closes without its peers: %s", self.name, error)
+            finally:
+                self._transport.disconnect()
+                self._release()
+
+    def __enter__(self) -> ReductionGroupCoordinator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._closed = True
+            self._transport.disconnect()
+            self._release()
+        else:
+            self.close()
+
+    def _check_open_for_use(self) -> None:
+        if self._closed:
+            raise ScopeError(f"coordinator {self.name!r} is closed; create a new one")
+
+    def _check_usable(self) -> None:
+        self._check_open_for_use()
+        if self._broken is not None:
+            raise NeedsRecovery(
+                f"coordinator {self.name!r} expects recover() on every rank before the next scope, because an earlier "
+                f"step failed with {type(self._broken).__name__}: {str(self._broken)[:300]}"
+            ) from self._broken
+
+    def _long_timeout(self) -> float | None:
+        return None if self._timeout is None else FIRST_STEP_FACTOR * self._timeout
+
+
+_MENDS = {
+    "tag": "Some rank is at another step: see that all ranks skip and repeat the same steps.",
+    "layout": "Create the coordinator anew on every rank.",
+    "recipe": "Build the recipe from the same configuration on every rank.",
+    "generation": "Load the same checkpoint on every rank.",
+    "scales": "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them "
+    "only): load one checkpoint on every rank.",
+}
+
+
+def _slots_of(module: torch.nn.Module) -> Iterator[Slot]:
+    """Slots that a module or its children hold as attributes, alone or in tuples."""
+    for part in module.modules():
+        for value in vars(part).values():
+            held = value if isinstance(value, tuple) else (value,)
+            yield from (item for item in held if isinstance(item, Slot))
+
+
+def _shown(value: object) -> str:
+    return str(getattr(value, "__qualname__", value))

@@ -1,0 +1,148 @@
+"""Transport over `torch.distributed`: gloo for CPU words, nccl for CUDA words.
+
+The communicator is built directly on a store prefix whose name all members have agreed on. Neither
+`new_group` nor its counters are involved, so creating coordinators in another order on another rank
+cannot pair the wrong communicators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from ..errors import TransportError
+from ._base import Work
+from ._control import Control
+
+_FOREVER = 10.0 * 365 * 86400
+
+
+class _GlooWork:
+    """gloo's `wait(timeout)` gives up without touching the collective, so waiting in slices is safe."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if not self._work.is_completed():
+                return False
+            raise TransportError(f"the reduction broke: {_plain(error)}") from error
+        return True
+
+
+def _plain(error: Exception) -> str:
+    """What happened, without the transport's advice that follows it."""
+    return str(error).partition(". This is typically")[0]
+
+
+class _StagedWork:
+    """A gloo reduction of a CPU copy of CUDA words."""
+
+    def __init__(self, work: _GlooWork, staged: torch.Tensor, words: torch.Tensor) -> None:
+        self._work, self._staged, self._words = work, staged, words
+
+    def wait(self, seconds: float) -> bool:
+        if not self._work.wait(seconds):
+            return False
+        self._words.copy_(self._staged)
+        return True
+
+
+class _NcclWork:
+    """nccl's `wait()` only orders streams, so completion is polled on the host."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        nap = 0.0
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(nap)
+            nap = min(nap + 0.00001, 0.001)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"the reduction broke: {error}") from error
+        return True
+
+
+class TorchTransport:
+    """One member of a `torch.distributed` group.
+
+    Args:
+        global_ranks: default-group ranks of the members, by group rank.
+        rank: own group rank.
+        store: where ranks meet; the default group's store, or the user's.
+        nccl: reduce CUDA words with nccl; otherwise they are staged through gloo.
+    """
+
+    def __init__(self, global_ranks: Sequence[int], rank: int, store: Store, *, nccl: bool) -> None:
+        self.global_ranks = tuple(global_ranks)
+        self.rank = rank
+        self.control = Control(store, "fp8dist")
+        self.collectives = 0
+        self._store = store
+        self._nccl = nccl
+        self._group: Any = None
+        self._on_device = False
+
+    def connect(self, communicator: str, device: torch.device, timeout: float | None) -> None:
+        """See `Transport.connect`.
+
+        Raises:
+            TransportError: a member did not connect in time.
+        """
+        self.disconnect()
+        seconds = _FOREVER if timeout is None else timeout
+        store = PrefixStore(f"fp8dist/communicator/{communicator}", self._store)
+        size = len(self.global_ranks)
+        self._on_device = device.type == "cuda" and self._nccl
+        try:
+            if self._on_device:
+                # Its watchdog ends the process at this timeout; ours must come first.
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=10 * seconds)
+                self._group = dist.ProcessGroupNCCL(store, self.rank, size, options)
+            else:
+                # Longer than our deadline, since reaching it poisons the communicator.
+                self._group = dist.ProcessGroupGloo(
+                    store, self.rank, size, timedelta(seconds=2 * seconds + 5)
+                )
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} could not connect to the {size} members of the update communicator: {error}"
+            ) from error
+
+    def start_max(self, words: torch.Tensor) -> Work:
+        """See `Transport.start_max`."""
+        assert words.dtype == torch.int32 and words.is_contiguous() and self._group is not None
+        self.collectives += 1
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        try:
+            if self._on_device:
+                return _NcclWork(self._group.allreduce([words], options))
+            if words.device.type == "cpu":
+                return _GlooWork(self._group.allreduce([words], options))
+            staged = words.cpu()
+            return _StagedWork(_GlooWork(self._group.allreduce([staged], options)), staged, words)
+        except RuntimeError as error:
+            raise TransportError(f"the reduction could not start: {error}") from error
+
+    def disconnect(self) -> None:
+        """See `Transport.disconnect`."""
+        group, self._group = self._group, None
+        if group is not None and self._on_device and hasattr(group, "abort"):
+            group.abort()  # frees a reduction that peers never entered
