@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -93,16 +93,16 @@ def unpack(data: bytes) -> Any:
     return json.loads(zlib.decompress(data))
 
 
-def entries_to_plain(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def entries_to_plain(entries: Sequence[Entry]) -> list[list[Any]]:
     """Entries as JSON values, sorted by name."""
-    return [asdict(entry) for entry in sorted(entries, key=lambda e: e.name)]
+    return [[e.name, e.shape, e.stage, e.fingerprint] for e in sorted(entries, key=lambda e: e.name)]
 
 
-def entries_from_plain(plain: Sequence[Mapping[str, Any]]) -> list[Entry]:
+def entries_from_plain(plain: Sequence[Sequence[Any]]) -> list[Entry]:
     """Inverse of `entries_to_plain`."""
     return [
-        Entry(p["name"], tuple(p["shape"]) if p["shape"] is not None else None, p["stage"], p["fingerprint"])
-        for p in plain
+        Entry(name, None if shape is None else tuple(shape), stage, fingerprint)
+        for name, shape, stage, fingerprint in plain
     ]
 
 

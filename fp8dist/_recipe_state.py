@@ -162,8 +162,8 @@ class RecipeState:
             if value.shape != own.shape or value.dtype != own.dtype:
                 raise ValueError(
                     f"{name}: expected {own.dtype} {list(own.shape)} but got {value.dtype} "
-                    f"{list(value.shape)}; load a state of the same slots, and if amax_history_len has changed "
-                    "keep the newest rows or put rows of -1 in front"
+                    f"{list(value.shape)}; load a state of the same slots, and if amax_history_len has "
+                    "changed keep the newest rows or put rows of -1 in front"
                 )
         self._load_rows(history_rows.to(self.device))
         self.scale.copy_(scale)

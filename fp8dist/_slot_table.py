@@ -76,9 +76,9 @@ class SlotTable:
         return slot
 
     @property
-    def undeclared_in_layout(self) -> list[str]:
-        """Own slots that the agreed layout does not place on this rank yet."""
-        return [name for name in self.slots if name not in self._index]
+    def has_new_slots(self) -> bool:
+        """Whether slots were declared that the agreed layout does not place on this rank yet."""
+        return len(self.slots) > len(self._names)
 
     def _allocate(self, n_header: int, n_union: int) -> None:
         self.words = torch.full((n_header + n_union,), INT32_MIN, dtype=torch.int32, device=self.device)
@@ -113,7 +113,12 @@ class SlotTable:
             [layout.class_of[i] for i in positions], dtype=torch.int64, device=device
         )
         self._held = torch.tensor(held, dtype=torch.bool, device=device)
-        self._multipliers = _mix(self._positions + 1) | 1
+        self._multipliers = (_mix(self._positions + 1) | 1).to(torch.int32)
+        starts_run = torch.ones(n, dtype=torch.bool, device=device)
+        starts_run[1:] = self._class[1:] != self._class[:-1]
+        run_start = starts_run.nonzero().reshape(-1)
+        self._run_class = self._class[run_start]
+        self._run_end = torch.cat([run_start[1:], run_start.new_tensor([n])])[: len(run_start)] - 1
         self._scale = torch.ones(n, device=device)
         self._scale_inv = torch.ones(n, device=device)
         self._warm = torch.zeros(n, dtype=torch.bool)
@@ -284,15 +289,17 @@ class SlotTable:
         return self.nonfinite_before + sum(int(state.nonfinite.sum()) for state in self._states)
 
     def refresh_digests(self) -> None:
-        """Recompute the header's pair of every class from the scales."""
+        """Recompute the header's pair of every class from the scales.
+
+        A sum of bits times odd multipliers (all modulo 2**32), so a change of one scale always shows.
+        Classes are contiguous within a direction, so their sums are differences of a running sum.
+        """
+        running = torch.cumsum(self._scale.view(torch.int32) * self._multipliers, 0, dtype=torch.int64)
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
-        bits = self._scale.view(torch.int32).to(torch.int64)
-        sums.index_add_(0, self._class, bits * self._multipliers)
+        sums.index_add_(0, self._run_class, torch.diff(running[self._run_end], prepend=sums.new_zeros(1)))
         digest = _fold(sums).to(torch.int32)
-        neutral = torch.full_like(digest, INT32_MIN)
-        self.class_words = torch.stack(
-            [torch.where(self._held, digest, neutral), torch.where(self._held, -digest, neutral)], dim=1
-        ).reshape(-1)
+        self.class_words = torch.stack([digest, -digest], dim=1).reshape(-1)
+        self.class_words[~self._held.repeat_interleave(2)] = INT32_MIN
 
     def full_digests(self) -> dict[int, int]:
         """Digest over scales, coldness and histories of each class this rank holds."""
@@ -305,7 +312,7 @@ class SlotTable:
             ]
         ).to(torch.int64)
         row_multipliers = _mix(torch.arange(1, bits.shape[0] + 1, device=self.device)) | 1
-        per_slot = (bits * row_multipliers[:, None]).sum(0) * self._multipliers
+        per_slot = (bits * row_multipliers[:, None]).sum(0) * self._multipliers.to(torch.int64)
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
         sums.index_add_(0, self._class, per_slot)
         folded = _fold(sums).tolist()

@@ -81,7 +81,7 @@ class Slot:
         self.amax = torch.full((1,), ABSENT)
         self.scale = torch.ones(1)
         self.scale_inv = torch.ones(1)
-        self.warm = torch.tensor([warm])
+        self.warm = torch.full((1,), warm)
 
     @property
     def backward(self) -> bool:

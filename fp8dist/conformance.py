@@ -56,13 +56,16 @@ def load_updates(path: str | Path) -> list[dict[str, Any]]:
         ValueError: the file is missing, unreadable or holds something else; one line that says which.
     """
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except Exception:  # whatever a damaged zip or a foreign pickle raises
-        raise ValueError(
-            f"{path}: expected a file of tensors written by torch.save, got something else"
-        ) from None
+    with file:
+        try:
+            content = torch.load(file, weights_only=True, map_location="cpu")
+        except Exception:  # a damaged zip and a foreign pickle raise almost anything, OSError too
+            raise ValueError(
+                f"{path}: expected a file of tensors written by torch.save, got something else or part of one"
+            ) from None
     keys = sorted(map(str, content)) if isinstance(content, Mapping) else [type(content).__name__]
     if "updates" not in keys:
         if {"linear", "layernorm_mlp"} & set(keys):

@@ -113,6 +113,7 @@ class ReductionGroupCoordinator:
         if not name or "/" in name:
             raise ValueError(f"name expects a non-empty string without '/' but got {name!r}")
         self.recipe = recipe
+        self._recipe_digest = recipe.digest()
         self.name = name
         self._timeout = timeout
         self._transport: Transport = resolve(group, store)
@@ -259,7 +260,7 @@ class ReductionGroupCoordinator:
                 mark = fingerprint(weight)
             entries.append(Entry(entry.name, entry.shape, entry.stage, mark))
         payload = {
-            "recipe": self.recipe.digest(),
+            "recipe": self._recipe_digest,
             "recipe_fields": {
                 "class": type(self.recipe).__name__,
                 **{f.name: _shown(getattr(self.recipe, f.name)) for f in fields(self.recipe)},
@@ -410,11 +411,11 @@ class ReductionGroupCoordinator:
             world=len(self._transport.global_ranks),
             tag=step.tag,
             layout=self._table.layout.digest,
-            recipe=self.recipe.digest(),
+            recipe=self._recipe_digest,
             generation=self._generation,
             failed=failed,
             abandoned=step.abandoned,
-            grows=bool(self._relabelled or self._table.undeclared_in_layout),
+            grows=self._relabelled or self._table.has_new_slots,
             active=active,
         )
 
@@ -500,7 +501,7 @@ class ReductionGroupCoordinator:
         values = {
             "tag": repr(step.tag),
             "layout": str(layout.digest),
-            "recipe": str(self.recipe.digest()),
+            "recipe": str(self._recipe_digest),
             "generation": str(self._generation),
             "scales": {layout.label(c): mine[c] for c in verdict.classes if mine[c] != INT32_MIN},
         }
@@ -742,6 +743,11 @@ class ReductionGroupCoordinator:
             nonfinite_amaxes=self._table.nonfinite,
             last_wait_s=self._last_wait,
         )
+
+    @property
+    def payload_words(self) -> int:
+        """int32 words (4 bytes each) that one step's collective sends: header and amax row."""
+        return self._table.words.numel()
 
     def scales(self) -> dict[str, float]:
         """Current scale of every own slot."""
