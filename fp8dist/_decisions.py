@@ -69,19 +69,3 @@ def recovery(brought: Brought) -> dict[str, Any]:
         "communicator": secrets.token_hex(8),
         "relayout": len(by_value(brought, "layout")) > 1,
     }
-
-
-def closing(brought: Brought) -> dict[str, Any]:
-    """Nothing, if all ranks ran equally many scopes.
-
-    Raises:
-        RanksDisagree: they did not.
-    """
-    counts = by_value(brought, "scopes")
-    if len(counts) > 1:
-        raise RanksDisagree(
-            f"all ranks expect to have run equally many scopes but ran {said(counts)}; some rank skipped a step or "
-            "ran one more: every rank opens one scope per optimizer step",
-            field="scopes",
-        )
-    return {}

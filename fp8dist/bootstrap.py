@@ -185,8 +185,8 @@ def _shared_store(comm: Any, host: str | None, timeout: timedelta) -> dist.TCPSt
             address = f"{type(error).__name__}: {error}"
     address = comm.bcast(address, root=0)
     if isinstance(address, str):
-        raise RuntimeError(
-            f"expected a store on rank 0 but got {address}; do check that it may open a TCP port"
+        raise TransportError(
+            f"expected a store on rank 0 but got {address} (on rank 0); do check that it may open a TCP port"
         )
     if store is None:
         store = dist.TCPStore(*address, comm.size, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -35,7 +35,6 @@ from ._stall import StallInspector
 from ._step import Step, origin
 from ._weights import check_materialised, fingerprint, is_sharded, local_part, seed_amax
 from .errors import (
-    CollectiveTimeout,
     Fp8DistError,
     NeedsRecovery,
     PeerAborted,
@@ -49,6 +48,8 @@ from .transport import Transport, Work, resolve
 logger = logging.getLogger("fp8dist")
 
 FIRST_STEP_FACTOR = 3  # a first step may compile; it gets that many timeouts
+CLOSING_GRACE = 1.0  # seconds that close() waits for the peers to close, too
+DISAGREEMENT_GRACE = 1.0  # seconds to wait for every rank's value once all know that they differ
 TOMBSTONE_GRACE = 0.5  # seconds to wait for the note of a rank whose failure the header already shows
 
 
@@ -447,10 +448,18 @@ class ReductionGroupCoordinator:
         self._pending = None
 
     def _look(self) -> None:
-        """Raise PeerAborted if some rank has left a note for this communicator."""
+        """Raise if some rank has left a note for this communicator, or has closed it before this scope."""
         note = self._control.get(f"tombstone/{self._communicator}")
         if note is not None:
             self._raise_peer_aborted(unpack(note))
+        first = self._control.get(f"closed/{self._communicator}/first")
+        if first is not None and int(first.split()[1]) < self._serial:
+            rank, count = first.decode().split()
+            raise RanksDisagree(
+                f"coordinator {self.name!r}: all ranks expect to run equally many scopes but rank {rank} closed it after "
+                f"{count} and rank {self._transport.rank} is in number {self._serial}. {_MENDS['scopes']}",
+                field="scopes",
+            )
 
     def _explain_break(self, error: TransportError, step: Step) -> None:
         """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
@@ -508,16 +517,13 @@ class ReductionGroupCoordinator:
         field = verdict.disagreements[0] if verdict.disagreements else "scales"
         here = self._control.under(f"disagree/{self._communicator}/{self._serial}")
         here.set(str(self._transport.rank), pack(values))
+        keys = [str(rank) for rank in range(len(self._transport.global_ranks))]
+        deadline = time.monotonic() + DISAGREEMENT_GRACE
+        while not here.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.005)
         groups: dict[str, list[int]] = {}
-        deadline = time.monotonic() + 1.0
-        waiting = set(range(len(self._transport.global_ranks)))
-        while waiting and time.monotonic() < deadline:
-            for rank in sorted(waiting):
-                data = here.get(str(rank))
-                if data is not None:
-                    waiting.discard(rank)
-                    groups.setdefault(str(unpack(data)[field]), []).append(rank)
-            time.sleep(0.005 if waiting else 0)
+        for rank, data in ((int(key), here.get(key)) for key in keys):
+            groups.setdefault(str(unpack(data)[field]) if data else "unknown", []).append(rank)
         raise RanksDisagree(
             f"coordinator {self.name!r}, step {step.tag!r}: all ranks expect the same {field} but have "
             f"{_decisions.said(groups)}; no rank committed the step (this is rank {self._transport.rank}). "
@@ -771,7 +777,9 @@ class ReductionGroupCoordinator:
     # -- closing -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Compare scope counts with the peers, then drop the communicator and the name. A collective.
+        """Compare scope counts with the peers, then drop the communicator and the name.
+
+        Every rank calls it, but it waits at most a second for the others.
 
         Raises:
             RanksDisagree: some rank ran more scopes than another.
@@ -787,15 +795,39 @@ class ReductionGroupCoordinator:
                 )
             self._closed = True
             try:
-                if self._broken is None and self._table.bound:
-                    patience = 30.0 if self._timeout is None else min(30.0, self._timeout)
-                    payload = {"scopes": self._serial}
-                    self._negotiator.agree("close", payload, _decisions.closing, patience)
-            except (CollectiveTimeout, TransportError) as error:
+                if self._broken is None and self._communicator:
+                    self._compare_scopes()
+            except TransportError as error:
                 logger.warning("coordinator %r closes without its peers: %s", self.name, error)
             finally:
                 self._transport.disconnect()
                 self._release()
+
+    def _compare_scopes(self) -> None:
+        """Post how many scopes this rank ran and look at the peers' counts.
+
+        The wait is short and may end early: coordinators may close in another order on another rank, and
+        whoever has a scope more is told where it waits for it, see `_look`.
+        """
+        board = self._control.under(f"closed/{self._communicator}")
+        board.set(str(self._transport.rank), str(self._serial))
+        if board.get("first") is None:
+            board.set("first", f"{self._transport.rank} {self._serial}")
+        keys = [str(rank) for rank in range(len(self._transport.global_ranks))]
+        deadline = time.monotonic() + CLOSING_GRACE
+        while not board.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        groups: dict[str, list[int]] = {}
+        for key in keys:
+            count = board.get(key)
+            if count is not None:
+                groups.setdefault(count.decode(), []).append(int(key))
+        if len(groups) > 1:
+            raise RanksDisagree(
+                f"coordinator {self.name!r} closes; all ranks expect to have run equally many scopes but ran "
+                f"{_decisions.said(groups)}. {_MENDS['scopes']}",
+                field="scopes",
+            )
 
     def __enter__(self) -> ReductionGroupCoordinator:
         return self
@@ -829,6 +861,7 @@ _MENDS = {
     "layout": "Create the coordinator anew on every rank.",
     "recipe": "Build the recipe from the same configuration on every rank.",
     "generation": "Load the same checkpoint on every rank.",
+    "scopes": "Some rank skipped a step or ran one more: every rank opens one scope per optimizer step.",
     "scales": "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them "
     "only): load one checkpoint on every rank.",
 }

@@ -1,0 +1,1 @@
+"""FP8 casts and matrix products: one interface for every device."""

@@ -1,4 +1,4 @@
-"""Tests under mpirun with pytest-mpi: one terminal, one verdict per test on all ranks, and nobody waits for ever.
+"""Tests under mpirun with pytest-mpi: one terminal, one verdict per test, and nobody waits for ever.
 
     mpirun -n 4 python -m pytest --with-mpi --world-size 4 tests/distributed
 
@@ -6,10 +6,11 @@ Every rank runs every test. Behind each test's body and again behind its teardow
 (test, outcome, traceback) on a communicator of their own, without blocking and with a deadline:
 
     all passed                           passed
-    failed on any rank                   failed on all, so that the ranks stay in step; the report names the rank
+    failed on any rank                   failed on all, so that they stay in step; the report names the rank
     outcomes differ (one rank skips)     failed on all
-    a rank does not come after a failure, within `--rank-grace`: the failed rank tells what it knows, MPI_Abort
-    a rank is stuck past the time limit  it writes its stacks itself, then MPI_Abort
+    a rank does not come within          the failed rank tells why it failed and who did not come, then
+      `--rank-grace` after a failure       it ends all ranks by MPI_Abort
+    a rank is stuck past the time limit  it writes its stacks and ends all ranks; if it cannot, the others do
     nothing of this works                faulthandler ends the process
 
 Rank 0 owns the terminal and the junit file. What other ranks print is shown when they fail.
@@ -31,6 +32,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import World
 
 from fp8dist.bootstrap import init_process_group_from_mpi, mpi_world_size
 
@@ -46,7 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks")
     group.addoption("--world-size", type=int, help="refuse to run on any other number of ranks")
     group.addoption(
-        "--rank-grace", type=float, default=5.0, help="seconds that a rank may finish later than one that failed"
+        "--rank-grace",
+        type=float,
+        default=5.0,
+        help="seconds that a rank may finish later than one that failed",
     )
 
 
@@ -69,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if _with_mpi(config) and not config.pluginmanager.hasplugin(HARNESS):
         # pytest found this file too late for its options and for a world that is checked.
-        raise pytest.UsageError(f"expected {HERE.name}/ or a file in it on the command line; do name it there")
+        raise pytest.UsageError(
+            f"expected {HERE.name}/ or a file in it on the command line; do name it there"
+        )
 
 
 def _with_mpi(config: pytest.Config) -> bool:
@@ -80,13 +87,14 @@ def _check_world_size(size: int, asked: int | None) -> None:
     promised = mpi_world_size(os.environ)
     if promised is None:
         raise pytest.UsageError(
-            "expected ranks under mpirun but got a process that no MPI launcher started; do `bash tests/run.sh`"
+            "expected ranks under mpirun but got a process that no MPI launcher started; "
+            "do `bash tests/run.sh`"
         )
     for source, expected in (("mpirun", promised), ("--world-size", asked)):
         if expected is not None and expected != size:
             raise pytest.UsageError(
-                f"expected a world of {expected} ranks ({source}) but MPI has {size}; do start with the mpirun "
-                "that lies beside this python and as many ranks as --world-size says"
+                f"expected a world of {expected} ranks ({source}) but MPI has {size}; do start with the "
+                "mpirun that lies beside this python and as many ranks as --world-size says"
             )
 
 
@@ -111,14 +119,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks that run the tests; torch.distributed is initialised (gloo) over all of them."""
-
-    rank: int
-    size: int
 
 
 @pytest.fixture(scope="session")
@@ -189,9 +189,7 @@ class RankHarness:
         mine = Word("collection", f"{len(self.collect_errors)} errors\n{ids}", "\n".join(self.collect_errors))
         words = self.exchange(mine)
         if len({word.outcome for word in words.values()}) > 1:
-            lists = (
-                f"---- rank {rank}: {word.outcome}\n{word.text}" for rank, word in sorted(words.items())
-            )
+            lists = (f"---- rank {rank}: {word.outcome}\n{word.text}" for rank, word in sorted(words.items()))
             pytest.exit("expected the same tests on all ranks but got:\n" + "\n".join(lists), returncode=4)
 
     # -- one verdict per test
@@ -270,7 +268,9 @@ class RankHarness:
             if self.comm.iprobe(self.mpi.ANY_SOURCE, tag, status):
                 word = words[status.source] = self.comm.recv(source=status.source, tag=tag)
                 if word.place != mine.place:
-                    self._end(words, f"rank {self.rank} is at {mine.place}, rank {status.source} at {word.place}")
+                    self._end(
+                        words, f"rank {self.rank} is at {mine.place}, rank {status.source} at {word.place}"
+                    )
                 pause = 0.0
                 continue
             if any(word.outcome == "failed" for word in words.values()):
@@ -289,7 +289,9 @@ class RankHarness:
         if self.rank == speaker:
             lines = [f"==== {what}"]
             if missing:
-                lines.append(f"==== ranks {missing} of {self.size} did not finish this; they are stuck or dead")
+                lines.append(
+                    f"==== ranks {missing} of {self.size} did not finish this; they are stuck or dead"
+                )
             if failed:
                 lines.append(_merge(failed, self.size))
             self._say("\n".join([*lines, "==== ending all ranks"]))
@@ -314,8 +316,8 @@ class RankHarness:
             faulthandler.dump_traceback(stacks, all_threads=True)
             stacks.seek(0)
             self._say(
-                f"==== rank {self.rank} of {self.size} has not finished {place} after {self.limit:g} s; it is at:\n"
-                f"{stacks.read()}==== ending all ranks"
+                f"==== rank {self.rank} of {self.size} has not finished {place} after {self.limit:g} s; "
+                f"it is at:\n{stacks.read()}==== ending all ranks"
             )
         time.sleep(1.5)  # other ranks that are stuck may say so too
         self.comm.Abort(1)

@@ -83,7 +83,9 @@ def slot_state(coordinator: f8.ReductionGroupCoordinator) -> dict[str, tuple[lis
     return {name: (s["history"].tolist(), s["scale"].item()) for name, s in slots.items()}
 
 
-def run_alone(group: dist.ProcessGroup, steps: int, *, reverse: bool = False, skip: Sequence[str] = ()) -> Run:
+def run_alone(
+    group: dist.ProcessGroup, steps: int, *, reverse: bool = False, skip: Sequence[str] = ()
+) -> Run:
     """The reference: all layers on this rank, microbatches accumulated one after the other."""
     run = Run()
     with f8.ReductionGroupCoordinator(RECIPE, group, name="alone") as coordinator:

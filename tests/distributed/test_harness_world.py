@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import World
+from ranks import World
 
 from fp8dist.bootstrap import init_process_group_from_mpi, mpi_world_size
 

@@ -89,7 +89,9 @@ def test_local_names_in_two_stages_are_refused_on_every_rank(world: World) -> No
     coordinator = f8.ReductionGroupCoordinator(RECIPE, timeout=5.0)
     part = f8.convert(Part([0]), coordinator)
     coordinator.label_stage(part, world.rank)
-    with pytest.raises(f8.LayoutMismatch, match=r"layers\.0\.fc\.input: stage 0 on rank 0; 1 on rank 1.*\n.*prefix="):
+    with pytest.raises(
+        f8.LayoutMismatch, match=r"layers\.0\.fc\.input: stage 0 on rank 0; 1 on rank 1.*\n.*prefix="
+    ):
         coordinator.freeze()
     coordinator.close()
 

@@ -1,0 +1,365 @@
+"""The FP8 linear layer: `y = x @ weight.T + bias`, with its three matrix products in FP8.
+
+Three GEMMs multiply six tensors, of which three are new; the others are these again, transposed::
+
+    forward   y  = xq @ wq.T      input x weight
+    dgrad     dx = gq @ wq        grad_output x weight
+    wgrad     dw = gq.T @ xq      grad_output x input
+
+So a layer has three slots: input and weight in the forward format, grad_output in the backward one.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from .._slots import ABSENT, Slot, record_amax
+from ..kernels.gemm import ALIGNMENT, dequantize, scaled_mm, supported
+from ..kernels.quantize import HIGH_PRECISION, Quantized, quantize
+
+logger = logging.getLogger("fp8dist")
+
+
+class Registrar(Protocol):
+    """What a module asks of a coordinator, once, when it is built."""
+
+    def declare(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, ...] | None,
+        weight: nn.Parameter | None = None,
+        sharded: bool = False,
+    ) -> Slot:
+        """Create the slot `name`; ValueError if the name is taken."""
+        ...
+
+
+class LinearSlots(NamedTuple):
+    """The slots of one linear layer."""
+
+    input: Slot
+    weight: Slot
+    grad_output: Slot
+
+    @classmethod
+    def declare(
+        cls,
+        coordinator: Registrar,
+        name: str,
+        weight: torch.Tensor,
+        *,
+        sharded: bool = False,
+        weight_slot: Slot | None = None,
+    ) -> LinearSlots | None:
+        """Create the slots of a layer, or None if its features do not fit an FP8 product.
+
+        Args:
+            coordinator: declares the slots.
+            name: the layer's global name.
+            weight: [out_features, in_features]; a DTensor counts with its global shape.
+            sharded: ranks hold different parts of this weight under one name.
+            weight_slot: the slot of this very weight, if another layer declared it.
+
+        Raises:
+            ValueError: `name` is empty or taken, or `weight` is no parameter.
+        """
+        if not name:
+            raise ValueError("an FP8 layer needs a name, expected its global FQN but got ''; pass name=")
+        if not isinstance(weight, nn.Parameter):
+            raise ValueError(
+                f"expected the weight of {name!r} to be a Parameter but got a plain tensor (weight_norm and "
+                "pruning compute one per forward); leave this layer in high precision"
+            )
+        out_features, in_features = weight.shape
+        if weight.numel() == 0 or not fp8_shape(in_features, out_features):
+            return None
+        if weight_slot is None:
+            shape = tuple(weight.shape)
+            weight_slot = coordinator.declare(f"{name}.weight", shape=shape, weight=weight, sharded=sharded)
+        return cls(
+            input=coordinator.declare(f"{name}.input", shape=None),
+            weight=weight_slot,
+            grad_output=coordinator.declare(f"{name}.grad_output", shape=None),
+        )
+
+
+def fp8_shape(in_features: int, out_features: int) -> bool:
+    """True if forward and dgrad of such a layer are FP8 products, whatever the number of tokens."""
+    return supported(1, in_features, out_features) and supported(1, out_features, in_features)
+
+
+class Notices:
+    """Says each thing once for one layer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Log a warning, the first time only. Silent while a graph is traced."""
+        if text in self._said or torch.compiler.is_compiling():
+            return
+        self._said.add(text)
+        logger.warning("FP8 layer %r: %s", self.name, text)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    slots: LinearSlots | None,
+    *,
+    training: bool,
+    notices: Notices,
+) -> torch.Tensor:
+    """Compute `x @ weight.T + bias` in FP8; the bias is added in high precision.
+
+    Args:
+        x: [..., in_features], float32, bfloat16 or float16.
+        weight: [out_features, in_features], the dtype of `x` unless autocast is on.
+        bias: [out_features] or None.
+        slots: the layer's slots; None computes in high precision and records nothing.
+        training: record amaxes while a scope is open, and ask for an update in backward.
+        notices: where a fallback to high precision is said.
+
+    Returns:
+        [..., out_features] in the autocast dtype if autocast is on for this device, else in `x.dtype`.
+
+    Raises:
+        ValueError: a dtype or shape that does not fit.
+    """
+    autocast = torch.is_autocast_enabled(x.device.type)
+    check_operands(x, weight, autocast=autocast)
+    if slots is None:
+        notices.say(
+            f"its {weight.shape[1]} input and {weight.shape[0]} output features are not both multiples of "
+            f"{ALIGNMENT}, so it computes in high precision and records nothing"
+        )
+        return F.linear(x, weight, bias)
+    out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    y = _LinearFunction.apply(x, weight, slots, out_dtype, training, notices)
+    # Outside of the function: autograd then sums the bias's gradient from the unquantized one.
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+def check_operands(x: torch.Tensor, weight: torch.Tensor, *, autocast: bool) -> None:
+    """Raise ValueError unless `x` and `weight` can be multiplied."""
+    for name, tensor in (("input", x), ("weight", weight)):
+        if tensor.dtype not in HIGH_PRECISION:
+            raise ValueError(
+                f"an FP8 linear layer expected a float32, bfloat16 or float16 {name} but got {tensor.dtype}; "
+                "cast it first"
+            )
+    if x.dtype != weight.dtype and not autocast:
+        raise ValueError(
+            f"expected an input of the weight's dtype {weight.dtype} but got {x.dtype}; cast one of them, or "
+            "use torch.autocast"
+        )
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"expected an input of shape [..., {weight.shape[1]}] but got {tuple(x.shape)}")
+
+
+class _LinearFunction(torch.autograd.Function):
+    """The three GEMMs. Keeps one byte per element of input and weight for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        slots: LinearSlots,
+        out_dtype: torch.dtype,
+        training: bool,
+        notices: Notices,
+    ) -> torch.Tensor:
+        out_features, in_features = weight.shape
+        tokens = x.reshape(-1, in_features)
+        record = training and slots.input.scope.recording
+        xq = quantize(tokens, slots.input, record)
+        wq = _quantize_weight(weight, slots.weight, record)
+        y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, out_dtype)
+
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        # Saved for their version counters only: an update that lands before the backward then raises.
+        # A layer in eval mode takes no part in the step, so an update is none of its business.
+        guards = tuple(slot.scale for slot in slots) if training else ()
+        ctx.save_for_backward(
+            *(xq if needs_dw else (None, None)), *(wq if needs_dx else (None, None)), *guards
+        )
+        ctx.slots, ctx.training = slots, training
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        if needs_dw and not supported(out_features, tokens.shape[0], in_features):
+            notices.say(
+                f"the number of tokens is no multiple of {ALIGNMENT}, so its weight gradient is computed in "
+                "high precision (from the FP8 operands)"
+            )
+        return y.reshape(*x.shape[:-1], out_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        slot = ctx.slots.grad_output
+        # A compiled backward cannot set a flag on an object; the scope's exit commits without it, too.
+        if ctx.training and not torch.compiler.is_compiling():
+            slot.request()
+        x_data, x_scale_inv, w_data, w_scale_inv, *_ = ctx.saved_tensors
+        gq = quantize(dy.reshape(-1, dy.shape[-1]), slot, ctx.training and slot.scope.recording)
+        dx = dw = None
+        if w_data is not None:
+            dx = scaled_mm(gq.data, w_data, gq.scale_inv, w_scale_inv, ctx.x_dtype).reshape(ctx.x_shape)
+        if x_data is not None:
+            dw = _wgrad(gq, Quantized(x_data, x_scale_inv), ctx.weight_dtype)
+        return dx, dw, None, None, None, None
+
+
+def _wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """`gq.T @ xq`, also where the number of tokens does not fit an FP8 product."""
+    (tokens, out_features), in_features = gq.data.shape, xq.data.shape[1]
+    if supported(out_features, tokens, in_features):
+        return scaled_mm(gq.data.t(), xq.data, gq.scale_inv, xq.scale_inv, dtype)
+    with torch.autocast(gq.data.device.type, enabled=False):
+        g, x = (dequantize(q.data, q.scale_inv, torch.float32) for q in (gq, xq))
+        return (g.t() @ x).to(dtype)
+
+
+@dataclass(frozen=True)
+class _CachedWeight:
+    """A quantized weight, valid in one scope for one version of one tensor."""
+
+    serial: int
+    weight: torch.Tensor
+    version: int
+    quantized: Quantized
+    amax: torch.Tensor
+
+
+def _quantize_weight(weight: torch.Tensor, slot: Slot, record: bool) -> Quantized:
+    """Quantize a weight, once per scope; every use in a recording scope records its amax.
+
+    A version counter proves nothing across steps (FSDP2 and `.data.copy_` write without it), and an
+    inference tensor has none: so only a recording scope has a cache.
+    """
+    if not record or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return quantize(weight, slot, record)
+    scope = slot.scope
+    entry = scope.weight_cache.get(slot.name)
+    if (
+        entry is None
+        or entry.serial != scope.serial
+        or entry.weight is not weight
+        or entry.version != weight._version
+    ):
+        amax = torch.full_like(slot.amax, ABSENT)
+        quantized = quantize(weight, slot, record, amax=amax)
+        entry = _CachedWeight(scope.serial, weight, weight._version, quantized, amax)
+        scope.weight_cache[slot.name] = entry
+    record_amax(slot.amax, entry.amax)
+    return entry.quantized
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose matrix products run in FP8, with the parameters and state_dict of `nn.Linear`.
+
+    Features that are no multiples of 16 make it compute in high precision, which is logged once; tokens
+    that are none only move the weight gradient there.
+
+    Attributes:
+        slots: its three slots; None if it computes in high precision.
+    """
+
+    slots: LinearSlots | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        coordinator: Registrar,
+        name: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Create parameters like `nn.Linear` and declare three slots.
+
+        Args:
+            in_features: size of the last dimension of the input.
+            out_features: size of the last dimension of the output.
+            bias: add a bias.
+            coordinator: declares the slots `<name>.input`, `<name>.weight` and `<name>.grad_output`.
+            name: global name of this layer, the same on every rank that holds it, and in no two places.
+            device: of the parameters.
+            dtype: of the parameters: float32, bfloat16 or float16.
+            sharded: ranks hold different parts of this weight under one name.
+
+        Raises:
+            ValueError: the name is empty or taken.
+        """
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.slots = LinearSlots.declare(coordinator, name, self.weight, sharded=sharded)
+        self._notices = Notices(name)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        coordinator: Registrar,
+        name: str,
+        sharded: bool = False,
+        *,
+        weight_slot: Slot | None = None,
+    ) -> Linear:
+        """Make an FP8 layer that shares the parameters, training flag and hooks of `linear`.
+
+        Args:
+            linear: stays usable; its parameters may be on the meta device.
+            coordinator: declares the slots.
+            name: global name of the layer.
+            sharded: ranks hold different parts of this weight under one name.
+            weight_slot: the slot of this weight, if another layer (with a tied weight) declared it.
+
+        Raises:
+            ValueError: the name is empty or taken.
+        """
+        slots = LinearSlots.declare(
+            coordinator, name, linear.weight, sharded=sharded, weight_slot=weight_slot
+        )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        # The dictionaries of hooks are shared, not copied: a hook's handle must still be able to remove it.
+        vars(module).update(vars(linear))
+        module._parameters = dict(linear._parameters)
+        module._buffers = dict(linear._buffers)
+        module._modules = dict(linear._modules)
+        module.slots = slots
+        module._notices = Notices(name)
+        return module
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return `input @ weight.T + bias`; shapes, dtypes and errors as in `linear`."""
+        return linear(
+            input, self.weight, self.bias, self.slots, training=self.training, notices=self._notices
+        )
+
+    def extra_repr(self) -> str:
+        """Features, and which FP8 formats are in use."""
+        return f"{super().extra_repr()}, {describe(self.slots)}"
+
+
+def describe(slots: LinearSlots | None) -> str:
+    """Name and formats of a layer, for `extra_repr`."""
+    if slots is None:
+        return "high precision"
+    forward, backward = (
+        str(slot.dtype).removeprefix("torch.float8_") for slot in (slots.input, slots.grad_output)
+    )
+    return f"fp8={forward}/{backward}, name={slots.input.name.removesuffix('.input')!r}"
