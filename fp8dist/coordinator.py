@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -120,7 +120,7 @@ class ReductionGroupCoordinator:
         self._transport: Transport = resolve(group, store)
         self._scope = ScopeState(stateless=recipe.stateless)
         self._table = SlotTable(recipe, self._scope)
-        self._weights: dict[str, torch.Tensor] = {}
+        self._weights: dict[str, Callable[[], torch.Tensor | None]] = {}
         self._entries: dict[str, Entry] = {}
         self._sharded: set[str] = set()
         self._lock = threading.RLock()
@@ -175,7 +175,7 @@ class ReductionGroupCoordinator:
         name: str,
         *,
         shape: tuple[int, ...] | None,
-        weight: torch.nn.Parameter | None = None,
+        weight: Callable[[], torch.Tensor | None] | None = None,
         sharded: bool = False,
     ) -> Slot:
         """A new slot. Local; the ranks agree at `freeze()`, or within the next step's collective.
@@ -183,7 +183,8 @@ class ReductionGroupCoordinator:
         Args:
             name: global name ending in its role.
             shape: global shape of the tensor where it is known; compared between ranks.
-            weight: the parameter, for a weight's slot: its first scale is taken from its values.
+            weight: for a weight's slot, gives the tensor as it is now: the first scale is taken from its
+                values. None from it: the tensor is gone.
             sharded: this rank holds a part of the weight although the tensor does not tell.
 
         Raises:
@@ -199,12 +200,26 @@ class ReductionGroupCoordinator:
             slot = self._table.declare(name)
             if weight is not None:
                 self._weights[name] = weight
-                if sharded or is_sharded(weight):
+                if sharded:
                     self._sharded.add(name)
                     # Only a DTensor knows its global shape; parts of a plain one may differ in size.
-                    shape = shape if is_sharded(weight) else None
+                    now = weight()
+                    shape = shape if now is not None and is_sharded(now) else None
             self._entries[name] = Entry(name, tuple(shape) if shape is not None else None)
             return slot
+
+    def undeclare(self, name: str) -> None:
+        """Take back a slot that was declared since the last agreement and is not used.
+
+        Raises:
+            ValueError: there is no such slot, or the ranks have agreed on it already.
+        """
+        with self._lock:
+            if name not in self._table.slots or name in self._table.layout.position:
+                raise ValueError(f"slot {name!r} expects to be declared and not agreed on yet")
+            del self._table.slots[name], self._entries[name]
+            self._weights.pop(name, None)
+            self._sharded.discard(name)
 
     def label_stage(self, module: torch.nn.Module, stage: int) -> None:
         """Say that the slots held by `module` belong to a pipeline stage; compared at the next agreement."""
@@ -238,7 +253,7 @@ class ReductionGroupCoordinator:
             self._check_usable()
             if self._table.bound or self.recipe.stateless:
                 return
-            for name, weight in self._weights.items():
+            for name, weight in self._live_weights().items():
                 check_materialised(name, weight)
             device = self._device()
             with record_function("fp8dist::freeze"):
@@ -253,11 +268,13 @@ class ReductionGroupCoordinator:
     def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
         known = self._table.layout.position
         entries = []
+        weights = self._live_weights()
         for name, entry in self._entries.items():
-            weight = self._weights.get(name)
+            weight = weights.get(name)
             mark = None
             # Only new names: weights of replicas may part later (local SGD), and that is none of our business.
-            if weight is not None and name not in known and name not in self._sharded:
+            whole = weight is not None and name not in self._sharded and not is_sharded(weight)
+            if weight is not None and whole and name not in known:
                 mark = fingerprint(weight)
             entries.append(Entry(entry.name, entry.shape, entry.stage, mark))
         payload = {
@@ -275,7 +292,7 @@ class ReductionGroupCoordinator:
         self._communicator = communicator
 
     def _device(self) -> torch.device:
-        devices = {local_part(weight).device for weight in self._weights.values()}
+        devices = {local_part(weight).device for weight in self._live_weights().values()}
         if len(devices) > 1:
             listed = ", ".join(sorted(map(str, devices)))
             raise ValueError(
@@ -283,6 +300,10 @@ class ReductionGroupCoordinator:
                 "coordinator of its own (name=), or move the model first"
             )
         return devices.pop() if devices else torch.device("cpu")
+
+    def _live_weights(self) -> dict[str, torch.Tensor]:
+        now = {name: weight() for name, weight in self._weights.items()}
+        return {name: weight for name, weight in now.items() if weight is not None}
 
     def _seed_weights(self) -> None:
         """Scales of cold weights from the MAX of their values over the holders; one collective."""
@@ -293,9 +314,10 @@ class ReductionGroupCoordinator:
         if not names:
             return
         amaxes = torch.full((len(names),), ABSENT, device=self._table.device)
+        weights = self._live_weights()
         for i, name in enumerate(names):
-            if name in self._weights and not bool(self._table.slots[name].warm[0]):
-                amaxes[i] = seed_amax(self._weights[name]).to(amaxes.device)
+            if name in weights and not bool(self._table.slots[name].warm[0]):
+                amaxes[i] = seed_amax(weights[name]).to(amaxes.device)
         if getattr(self.recipe, "reduce_amax", True):
             words = amaxes.view(torch.int32)
             self._stall.publish("exit", self._serial, "freeze")

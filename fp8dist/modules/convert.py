@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,29 +52,54 @@ def convert(
 
     Raises:
         ValueError: two layers get one name, a layer gets none, the name is taken, or contradicting
-            arguments. `model` is then unchanged.
+            arguments. `model` and coordinator are then unchanged.
     """
     _check_arguments(skip, prefix, names, sharded)
     linears = _find_linears(model, skip, prefix, names)
     weight_slots: dict[torch.Tensor, Slot] = {}
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, linear in linears.items():
-        new = Linear.from_linear(
-            linear,
-            coordinator,
-            name,
-            sharded=sharded if isinstance(sharded, bool) else _matches(name, sharded),
-            weight_slot=weight_slots.get(linear.weight),
-        )
-        assert new.slots is not None, "layers that cannot have slots were sorted out before"
-        weight_slots[linear.weight] = new.slots.weight
-        replacements[linear] = new
+    declared = _Declared(coordinator)
+    try:
+        for name, linear in linears.items():
+            new = Linear.from_linear(
+                linear,
+                declared,
+                name,
+                sharded=sharded if isinstance(sharded, bool) else _matches(name, sharded),
+                weight_slot=weight_slots.get(linear.weight),
+            )
+            assert new.slots is not None, "layers that cannot have slots were sorted out before"
+            weight_slots[linear.weight] = new.slots.weight
+            replacements[linear] = new
+    except BaseException:
+        declared.take_back()
+        raise
     # Only now, with every slot declared, so that an error leaves the model as it was.
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):
             if child in replacements:
                 setattr(parent, child_name, replacements[child])
     return replacements.get(model, model)
+
+
+class _Declared:
+    """Declares for one conversion, and takes it all back if the conversion fails."""
+
+    def __init__(self, coordinator: Registrar) -> None:
+        self._coordinator = coordinator
+        self._names: list[str] = []
+
+    def declare(self, name: str, **what: Any) -> Slot:
+        slot = self._coordinator.declare(name, **what)
+        self._names.append(name)
+        return slot
+
+    def undeclare(self, name: str) -> None:
+        self._coordinator.undeclare(name)
+
+    def take_back(self) -> None:
+        for name in self._names:
+            self.undeclare(name)
 
 
 def _check_arguments(

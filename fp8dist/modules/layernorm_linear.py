@@ -78,7 +78,7 @@ class LayerNormLinear(nn.Module):
         self.weight = parameter(out_features, in_features)
         self.bias = parameter(out_features) if bias else None
         self.reset_parameters()
-        self.slots = LinearSlots.declare(coordinator, name, self.weight, sharded=sharded)
+        self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
 
     def reset_parameters(self) -> None:

@@ -12,6 +12,8 @@ So a layer has three slots: input and weight in the forward format, grad_output 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,10 +37,14 @@ class Registrar(Protocol):
         name: str,
         *,
         shape: tuple[int, ...] | None,
-        weight: nn.Parameter | None = None,
+        weight: Callable[[], torch.Tensor | None] | None = None,
         sharded: bool = False,
     ) -> Slot:
         """Create the slot `name`; ValueError if the name is taken."""
+        ...
+
+    def undeclare(self, name: str) -> None:
+        """Take back a slot that no layer uses."""
         ...
 
 
@@ -54,7 +60,7 @@ class LinearSlots(NamedTuple):
         cls,
         coordinator: Registrar,
         name: str,
-        weight: torch.Tensor,
+        module: nn.Module,
         *,
         sharded: bool = False,
         weight_slot: Slot | None = None,
@@ -64,13 +70,14 @@ class LinearSlots(NamedTuple):
         Args:
             coordinator: declares the slots.
             name: the layer's global name.
-            weight: [out_features, in_features]; a DTensor counts with its global shape.
+            module: its `weight` is [out_features, in_features]; a DTensor counts with its global shape.
             sharded: ranks hold different parts of this weight under one name.
             weight_slot: the slot of this very weight, if another layer declared it.
 
         Raises:
-            ValueError: `name` is empty or taken, or `weight` is no parameter.
+            ValueError: `name` is empty or taken, or the weight is no parameter.
         """
+        weight = module.weight
         if not name:
             raise ValueError("an FP8 layer needs a name, expected its global FQN but got ''; pass name=")
         if not isinstance(weight, nn.Parameter):
@@ -83,12 +90,32 @@ class LinearSlots(NamedTuple):
             return None
         if weight_slot is None:
             shape = tuple(weight.shape)
-            weight_slot = coordinator.declare(f"{name}.weight", shape=shape, weight=weight, sharded=sharded)
+            weight_slot = coordinator.declare(
+                f"{name}.weight", shape=shape, weight=_WeightOf(module), sharded=sharded
+            )
+        module.register_load_state_dict_post_hook(_weights_loaded)
         return cls(
             input=coordinator.declare(f"{name}.input", shape=None),
             weight=weight_slot,
             grad_output=coordinator.declare(f"{name}.grad_output", shape=None),
         )
+
+
+class _WeightOf:
+    """Asks a layer for the weight it has now: `to_empty` and `fully_shard` put another one in its place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # a layer that is dropped must not live on in the coordinator
+
+    def __call__(self) -> torch.Tensor | None:
+        module = self._module()
+        return None if module is None else module.weight
+
+
+def _weights_loaded(module: nn.Module, incompatible_keys: object) -> None:
+    """The history of the old weights says nothing of the new ones."""
+    slot = module.slots.weight
+    slot.scope.reloaded.add(slot.name)
 
 
 def fp8_shape(in_features: int, out_features: int) -> bool:
@@ -305,7 +332,7 @@ class Linear(nn.Linear):
             ValueError: the name is empty or taken.
         """
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.slots = LinearSlots.declare(coordinator, name, self.weight, sharded=sharded)
+        self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
 
     @classmethod
@@ -330,9 +357,6 @@ class Linear(nn.Linear):
         Raises:
             ValueError: the name is empty or taken.
         """
-        slots = LinearSlots.declare(
-            coordinator, name, linear.weight, sharded=sharded, weight_slot=weight_slot
-        )
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         # The dictionaries of hooks are shared, not copied: a hook's handle must still be able to remove it.
@@ -340,7 +364,9 @@ class Linear(nn.Linear):
         module._parameters = dict(linear._parameters)
         module._buffers = dict(linear._buffers)
         module._modules = dict(linear._modules)
-        module.slots = slots
+        module.slots = LinearSlots.declare(
+            coordinator, name, module, sharded=sharded, weight_slot=weight_slot
+        )
         module._notices = Notices(name)
         return module
 

@@ -35,6 +35,9 @@ class FakeCoordinator:
         self.declared[name] = {"shape": shape, "weight": weight, "sharded": sharded}
         return slot
 
+    def undeclare(self, name: str) -> None:
+        del self.slots[name], self.declared[name]
+
     @contextmanager
     def step(self) -> Iterator[None]:
         self.scope.open()

@@ -234,9 +234,29 @@ def test_first_step_unit_seeds_nothing() -> None:
 
 def test_weights_on_the_meta_device_are_refused_at_freeze() -> None:
     coordinator = make()
-    f8.convert(nn.Sequential(nn.Linear(16, 16, device="meta")), coordinator)
+    model = f8.convert(nn.Sequential(nn.Linear(16, 16, device="meta")), coordinator)
+    assert model[0].weight.is_meta
     with pytest.raises(ValueError, match=r"0\.weight.*meta device.*to_empty"):
         coordinator.freeze()
+
+
+def test_a_model_materialised_from_meta_is_seeded_from_its_real_weights() -> None:
+    coordinator = make()
+    model = f8.convert(nn.Sequential(nn.Linear(16, 16, device="meta")), coordinator)
+    model.to_empty(device="cpu")
+    torch.nn.init.constant_(model[0].weight, 0.5)
+    coordinator.freeze()
+    assert coordinator.scales()["0.weight"] == 896.0
+
+
+def test_a_conversion_that_fails_declares_nothing() -> None:
+    coordinator = make()
+    f8.convert(nn.Linear(16, 16), coordinator, prefix="b")
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+    with pytest.raises(ValueError, match=r"b\.weight"):
+        f8.convert(model, coordinator)
+    assert type(model["a"]) is nn.Linear
+    f8.convert(nn.Linear(16, 16), coordinator, prefix="a")
 
 
 def test_loading_weights_without_state_makes_their_slots_cold() -> None:
@@ -249,7 +269,7 @@ def test_loading_weights_without_state_makes_their_slots_cold() -> None:
         assert not model[0].slots.weight.warm.item()
         backward(model)
     assert history(coordinator, "0.weight")[:2] == [-1.0, -1.0]
-    assert coordinator.scales()["0.weight"] == (448 / weights["0.weight"].abs().max()).item()
+    assert coordinator.scales()["0.weight"] == torch.div(torch.tensor(448.0), weights["0.weight"].abs().max()).item()
 
 
 @pytest.mark.parametrize("weights_first", [True, False])

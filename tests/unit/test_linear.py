@@ -248,7 +248,11 @@ def test_it_declares_three_slots_and_gives_only_the_weight_a_shape():
     assert coordinator.declared["layers.0.fc.grad_output"] == nothing
     weight = coordinator.declared["layers.0.fc.weight"]
     assert (weight["shape"], weight["sharded"]) == ((16, 32), True)
-    assert weight["weight"] is module.weight
+    assert weight["weight"]() is module.weight
+    module.to(torch.bfloat16).to_empty(device="cpu")
+    assert weight["weight"]() is module.weight
+    del module, slots
+    assert weight["weight"]() is None, "the coordinator does not keep a dropped layer alive"
 
 
 def test_a_taken_or_empty_name_is_refused():
