@@ -80,6 +80,11 @@ class SlotTable:
         """Whether slots were declared that the agreed layout does not place on this rank yet."""
         return len(self.slots) > len(self._names)
 
+    @property
+    def born_warm(self) -> bool:
+        """Whether new slots start with a scale of 1 instead of their own amax."""
+        return self._warm_at_birth[False]
+
     def _allocate(self, n_header: int, n_union: int) -> None:
         self.words = torch.full((n_header + n_union,), INT32_MIN, dtype=torch.int32, device=self.device)
         self.row = self.words[n_header:].view(torch.float32)
@@ -183,7 +188,9 @@ class SlotTable:
         return bool(self._states) and all(state.undoable for state in self._states)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Make slots as cold as new ones."""
+        """Make slots as cold as new ones, if new ones are cold."""
+        if self.born_warm:
+            return
         fresh = self.recipe.make_state(len(names), backward=False, device=self.device)
         self.load(Columns(names, fresh.history_rows(), fresh.scale, fresh.warm))
 

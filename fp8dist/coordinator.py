@@ -307,7 +307,7 @@ class ReductionGroupCoordinator:
 
     def _seed_weights(self) -> None:
         """Scales of cold weights from the MAX of their values over the holders; one collective."""
-        if getattr(self.recipe, "first_step", "current") != "current":
+        if self._table.born_warm:
             return
         layout = self._table.layout
         names = [name for name in layout.names if name.endswith(".weight")]

@@ -22,8 +22,9 @@ def scaled_mm(
     a_scale_inv: torch.Tensor,
     b_scale_inv: torch.Tensor,
     out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply two FP8 matrices, undo their scales, and round once to `out_dtype`.
+    """Multiply two FP8 matrices, undo their scales, add the bias, and round once to `out_dtype`.
 
     Args:
         a: float8 [M, K], any strides; at most one of `a` and `b` is e5m2.
@@ -32,6 +33,7 @@ def scaled_mm(
         a_scale_inv: float32 [1].
         b_scale_inv: float32 [1].
         out_dtype: float32, bfloat16 or float16.
+        bias: [N] of `out_dtype`, or None.
 
     Returns:
         [M, N] of `out_dtype`, row-major.
@@ -46,10 +48,18 @@ def scaled_mm(
             f"{tuple(a.shape)} @ {tuple(b.shape)}; ask supported() first and multiply in high precision"
         )
     if 0 in (m, k, n):  # not every GPU library takes an empty matrix
-        return torch.zeros(m, n, dtype=out_dtype, device=a.device)
-    return torch._scaled_mm(
-        _row_major(a), _row_major(b.t()).t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out_dtype
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        return empty if bias is None else empty + bias
+    fused = bias is not None and out_dtype != torch.float32  # cuBLASLt adds no bias to a float32 result
+    product = torch._scaled_mm(
+        _row_major(a),
+        _row_major(b.t()).t(),
+        scale_a=a_scale_inv,
+        scale_b=b_scale_inv,
+        bias=bias if fused else None,
+        out_dtype=out_dtype,
     )
+    return product if bias is None or fused else product + bias
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:

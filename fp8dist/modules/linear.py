@@ -147,7 +147,7 @@ def linear(
     training: bool,
     notices: Notices,
 ) -> torch.Tensor:
-    """Compute `x @ weight.T + bias` in FP8; the bias is added in high precision.
+    """Compute `x @ weight.T + bias` in FP8; the bias is added before the product is rounded.
 
     Args:
         x: [..., in_features], float32, bfloat16 or float16.
@@ -172,9 +172,9 @@ def linear(
         )
         return F.linear(x, weight, bias)
     out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    y = _LinearFunction.apply(x, weight, slots, out_dtype, training, notices)
-    # Outside of the function: autograd then sums the bias's gradient from the unquantized one.
-    return y if bias is None else y + bias.to(out_dtype)
+    bias = bias if bias is None else bias.to(out_dtype)
+    y: torch.Tensor = _LinearFunction.apply(x, weight, bias, slots, out_dtype, training, notices)
+    return y
 
 
 def check_operands(x: torch.Tensor, weight: torch.Tensor, *, autocast: bool) -> None:
@@ -202,6 +202,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         slots: LinearSlots,
         out_dtype: torch.dtype,
         training: bool,
@@ -212,9 +213,9 @@ class _LinearFunction(torch.autograd.Function):
         record = training and slots.input.scope.recording
         xq = quantize(tokens, slots.input, record)
         wq = _quantize_weight(weight, slots.weight, record)
-        y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, out_dtype)
+        y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, out_dtype, bias)
 
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        needs_dx, needs_dw, ctx.needs_db = ctx.needs_input_grad[:3]
         # Saved for their version counters only: an update that lands before the backward then raises.
         # A layer in eval mode takes no part in the step, so an update is none of its business.
         guards = tuple(slot.scale for slot in slots) if training else ()
@@ -238,13 +239,15 @@ class _LinearFunction(torch.autograd.Function):
         if ctx.training and not torch.compiler.is_compiling():
             slot.request()
         x_data, x_scale_inv, w_data, w_scale_inv, *_ = ctx.saved_tensors
-        gq = quantize(dy.reshape(-1, dy.shape[-1]), slot, ctx.training and slot.scope.recording)
+        dy = dy.reshape(-1, dy.shape[-1])
+        gq = quantize(dy, slot, ctx.training and slot.scope.recording)
         dx = dw = None
+        db = dy.sum(0) if ctx.needs_db else None  # of the gradient before it is quantized
         if w_data is not None:
             dx = scaled_mm(gq.data, w_data, gq.scale_inv, w_scale_inv, ctx.x_dtype).reshape(ctx.x_shape)
         if x_data is not None:
             dw = _wgrad(gq, Quantized(x_data, x_scale_inv), ctx.weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
