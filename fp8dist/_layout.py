@@ -146,7 +146,9 @@ def merge(declared: Sequence[tuple[Sequence[Entry], Sequence[int]]]) -> Layout:
             + more
         )
     groups = {name: tuple(sorted({i for _, i in claims})) for name, claims in seen.items()}
-    holders = {group: tuple(sorted(r for i in group for r in declared[i][1])) for group in set(groups.values())}
+    holders = {
+        group: tuple(sorted(r for i in group for r in declared[i][1])) for group in set(groups.values())
+    }
     classes = sorted(holders, key=lambda group: holders[group])
     index_of = {group: i for i, group in enumerate(classes)}
     names = sorted(groups, key=lambda name: (is_backward(name), index_of[groups[name]], name))

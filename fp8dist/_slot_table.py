@@ -114,9 +114,7 @@ class SlotTable:
         self._index = {name: i for i, name in enumerate(self._names)}
         self._whole_row = n == len(layout.names)
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._class = torch.tensor(
-            [layout.class_of[i] for i in positions], dtype=torch.int64, device=device
-        )
+        self._class = torch.tensor([layout.class_of[i] for i in positions], dtype=torch.int64, device=device)
         self._held = torch.tensor(held, dtype=torch.bool, device=device)
         self._multipliers = (_mix(self._positions + 1) | 1).to(torch.int32)
         starts_run = torch.ones(n, dtype=torch.bool, device=device)
@@ -143,9 +141,7 @@ class SlotTable:
         """Move what the slots recorded in their own cells into the row, then point them at the row."""
         if self._names:
             amaxes = torch.cat([self.slots[name].amax.to(device) for name in self._names])
-            bits = torch.maximum(
-                self.row[self._positions].view(torch.int32), amaxes.view(torch.int32)
-            )
+            bits = torch.maximum(self.row[self._positions].view(torch.int32), amaxes.view(torch.int32))
             self.row[self._positions] = bits.view(torch.float32)
         self._point_slots()
 
@@ -328,7 +324,9 @@ class SlotTable:
     def count_casts(self, on: bool) -> None:
         """Give every slot a counter (values, saturated, flushed to zero), or take it away."""
         for name, cell in zip(
-            self._names, torch.zeros((len(self._names), 3), dtype=torch.int64, device=self.device), strict=True
+            self._names,
+            torch.zeros((len(self._names), 3), dtype=torch.int64, device=self.device),
+            strict=True,
         ):
             self.slots[name].casts = cell if on else None
 

@@ -145,6 +145,6 @@ def _last_act(record: dict[str, Any] | None, serial: int) -> str:
     step = _step(record["tag"], record["serial"])
     where = f" at {record['place']}" if record["place"] else ""
     if record["phase"] == "open":
-        return f"it opened the scope of step {step}{where} {ago} and is still inside (forward, backward or the schedule's P2P)"
+        return f"it opened step {step}{where} {ago} and is still inside (forward, backward or the schedule's P2P)"
     behind = "" if record["serial"] == serial - 1 else f" ({serial - record['serial']} scopes behind)"
     return f"it left step {step} {ago} and has opened no scope since{behind}"

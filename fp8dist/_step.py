@@ -41,7 +41,9 @@ class Step:
             ScopeError: the scope is closed already.
         """
         if self.committed is not None:
-            raise ScopeError("step.abort() expects an open step but its scope has closed; call it inside the `with`")
+            raise ScopeError(
+                "step.abort() expects an open step but its scope has closed; call it inside the `with`"
+            )
         self.abandoned = True
 
     def __enter__(self) -> Step:

@@ -1,11 +1,11 @@
 """One coordinator per process and reduction group: the step scope, and the one collective at its end.
 
-    open ─▶ forward/backward of all microbatches (modules record, flag) ─▶ exit
-                                                                            │ header + row, one MAX
-             any rank failed: PeerAborted ◀── verdict from the header ◀─────┤
-             ranks disagree:  RanksDisagree                                 │
-             step.abort():    nothing changes                               ▼
-                                                       commit: history, scales, generation + 1
+open ─▶ forward/backward of all microbatches (modules record, flag) ─▶ exit
+                                                                        │ header + row, one MAX
+         any rank failed: PeerAborted ◀── verdict from the header ◀─────┤
+         ranks disagree:  RanksDisagree                                 │
+         step.abort():    nothing changes                               ▼
+                                                   commit: history, scales, generation + 1
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from torch.distributed import Store
 from torch.profiler import record_function
 
-from . import _decisions
+from . import _decisions, _state
 from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode, tag_words
-from ._layout import Entry, entries_to_plain, format_ranks, layout_from_plain, pack, unpack
+from ._layout import Entry, entries_to_plain, layout_from_plain, pack, unpack
 from ._negotiate import Negotiator
 from ._scope import ScopeState
 from ._slot_table import Columns, SlotTable
@@ -132,7 +132,7 @@ class ReductionGroupCoordinator:
         self._communicator = ""
         self._relabelled = False
         self._state_loaded = False
-        self._waiting_state: Mapping[str, Any] | None = None
+        self._waiting_columns: Columns | None = None
         self._closed = False
         self._join(stall_warning)
 
@@ -260,9 +260,9 @@ class ReductionGroupCoordinator:
                 agreed = self._agree_layout(self._long_timeout())
                 self._connect(agreed["communicator"], device)
                 self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
-                if self._waiting_state is not None:
-                    self._apply_state(self._waiting_state)
-                    self._waiting_state = None
+                if self._waiting_columns is not None:
+                    self._table.load(self._waiting_columns)
+                    self._waiting_columns = None
                 self._seed_weights()
 
     def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
@@ -371,15 +371,17 @@ class ReductionGroupCoordinator:
     def _leave(self, step: Step, error: BaseException | None) -> None:
         with self._lock:
             if step not in self._open:
-                raise ScopeError("this scope is not open; use each coordinator.step() in one `with` statement")
+                raise ScopeError(
+                    "this scope is not open; use each coordinator.step() in one `with` statement"
+                )
             outermost = step is self._open[0]
             if not outermost:
                 self._open.remove(step)
                 return
             if error is None and len(self._open) > 1:
                 error = ScopeError(
-                    f"the outer scope (opened at {step.place}) closes while the one opened at {self._open[-1].place} is "
-                    "still open; nest them with `with`, on one thread"
+                    f"the outer scope (opened at {step.place}) closes while the one opened at "
+                    f"{self._open[-1].place} is still open; nest them with `with`, on one thread"
                 )
                 unpaired: ScopeError | None = error
             else:
@@ -478,8 +480,8 @@ class ReductionGroupCoordinator:
         if first is not None and int(first.split()[1]) < self._serial:
             rank, count = first.decode().split()
             raise RanksDisagree(
-                f"coordinator {self.name!r}: all ranks expect to run equally many scopes but rank {rank} closed it after "
-                f"{count} and rank {self._transport.rank} is in number {self._serial}. {_MENDS['scopes']}",
+                f"coordinator {self.name!r}: all ranks expect to run equally many scopes but rank {rank} closed it "
+                f"after {count} and rank {self._transport.rank} is in number {self._serial}. {_MENDS['scopes']}",
                 field="scopes",
             )
 
@@ -643,7 +645,9 @@ class ReductionGroupCoordinator:
         with self._lock:
             self._check_open_for_use()
             if self._open:
-                raise ScopeError(f"recover() expects no open scope but one was opened at {self._open[0].place}")
+                raise ScopeError(
+                    f"recover() expects no open scope but one was opened at {self._open[0].place}"
+                )
             if not self._table.bound:
                 self._broken = None
                 return
@@ -677,15 +681,7 @@ class ReductionGroupCoordinator:
             absent; "scale": float32 []; "warm": bool []}}}`.
         """
         columns = self._table.export() if self._table.bound else None
-        slots = {}
-        if columns is not None:
-            history = columns.history.T.contiguous().unbind(0)
-            scale, warm = columns.scale.unbind(0), columns.warm.unbind(0)
-            slots = {
-                name: {"history": history[i], "scale": scale[i], "warm": warm[i]}
-                for i, name in enumerate(columns.names)
-            }
-        return {"generation": torch.tensor(self._generation), "slots": slots}
+        return _state.to_plain(self._generation, columns)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a state of `state_dict()`, matched by name; names of other ranks are passed over.
@@ -704,47 +700,15 @@ class ReductionGroupCoordinator:
                 raise ScopeError(
                     f"load_state_dict() expects no open scope but one was opened at {self._open[0].place}"
                 )
-            for key in ("generation", "slots"):
-                if key not in state:
-                    raise ValueError(f"the state expects {key!r} but has {sorted(state)}")
-            missing = [name for name in self._table.slots if name not in state["slots"]]
-            if missing and strict:
-                raise ValueError(
-                    f"the state has no entry for {len(missing)} of {len(self._table.slots)} slots of this rank, e.g. "
-                    f"{missing[:3]}; pass strict=False to start those afresh"
-                )
-            if self._table.bound:
-                self._apply_state(state)
-            else:
-                self._waiting_state = state
-            self._state_loaded = True
-
-    def _apply_state(self, state: Mapping[str, Any]) -> None:
-        names = [name for name in self._table.slots if name in state["slots"]]
-        if names:
-            slots = [state["slots"][name] for name in names]
-            for field in ("history", "scale", "warm"):
-                wrong = [n for n, s in zip(names, slots, strict=True) if not torch.is_tensor(s.get(field))]
-                if wrong:
-                    raise ValueError(f"the state of slot {wrong[0]!r} expects a tensor {field!r} but has none")
-            length = self.recipe.history_len
-            odd = [
-                n for n, s in zip(names, slots, strict=True) if s["history"].shape != (length,) or s["scale"].numel() != 1
-            ]  # fmt: skip
-            if odd:
-                raise ValueError(
-                    f"the state of slot {odd[0]!r} has a history of shape {tuple(state['slots'][odd[0]]['history'].shape)} "
-                    f"but the recipe expects ({length},); load it with the amax_history_len it was saved with"
-                )
-            self._table.load(
-                Columns(
-                    names,
-                    torch.stack([s["history"].float().cpu() for s in slots], dim=1),
-                    torch.stack([s["scale"].float().cpu().reshape(()) for s in slots]),
-                    torch.stack([s["warm"].bool().cpu().reshape(()) for s in slots]),
-                )
+            generation, columns = _state.from_plain(
+                state, list(self._table.slots), self.recipe.history_len, strict=strict
             )
-        self._generation = int(state["generation"])
+            if self._table.bound:
+                self._table.load(columns)
+            else:
+                self._waiting_columns = columns
+            self._generation = generation
+            self._state_loaded = True
 
     def digest(self) -> int:
         """One int, equal on all ranks that hold equal state of equal slots."""

@@ -109,13 +109,16 @@ class _WeightOf:
 
     def __call__(self) -> torch.Tensor | None:
         module = self._module()
-        return None if module is None else module.weight
+        weight = None if module is None else module.weight
+        assert weight is None or isinstance(weight, torch.Tensor)
+        return weight
 
 
 def _weights_loaded(module: nn.Module, incompatible_keys: object) -> None:
     """The history of the old weights says nothing of the new ones."""
-    slot = module.slots.weight
-    slot.scope.reloaded.add(slot.name)
+    slots = module.slots
+    assert isinstance(slots, LinearSlots)
+    slots.weight.scope.reloaded.add(slots.weight.name)
 
 
 def fp8_shape(in_features: int, out_features: int) -> bool:

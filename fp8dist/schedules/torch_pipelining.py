@@ -114,7 +114,9 @@ def attach(
         ValueError: no stages, not a schedule or stage, a stage attached twice, one slot name in two stages.
     """
     if isinstance(schedule, AttachedSchedule):
-        raise ValueError("this schedule is attached to a coordinator already; attach the schedule itself, once")
+        raise ValueError(
+            "this schedule is attached to a coordinator already; attach the schedule itself, once"
+        )
     if not callable(getattr(schedule, "step", None)) or not callable(getattr(schedule, "eval", None)):
         raise ValueError(
             f"attach() expects a torch pipeline schedule with step() and eval() but got {type(schedule).__name__}; "

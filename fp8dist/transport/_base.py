@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -33,7 +32,7 @@ class Transport(Protocol):
     """
 
     rank: int
-    global_ranks: Sequence[int]
+    global_ranks: tuple[int, ...]
     control: Control
     collectives: int
 

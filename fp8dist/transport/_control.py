@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch.distributed import DistError, Store
 
@@ -40,7 +41,7 @@ class Control:
     def set(self, key: str, value: bytes | str) -> None:
         """Leave a value; overwrites."""
         try:
-            self._store.set(self._key(key), value)
+            self._store.set(self._key(key), cast(str, value))  # takes bytes, too; its stub does not say so
         except DistError as error:
             raise _broken(error) from error
 

@@ -19,7 +19,7 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.global_ranks = (0,)
+        self.global_ranks: tuple[int, ...] = (0,)
         self.control = Control(HashStore(), "fp8dist")
         self.collectives = 0
 

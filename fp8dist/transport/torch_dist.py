@@ -130,7 +130,7 @@ class TorchTransport:
         assert words.dtype == torch.int32 and words.is_contiguous() and self._group is not None
         self.collectives += 1
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         try:
             if self._on_device:
                 return _NcclWork(self._group.allreduce([words], options))

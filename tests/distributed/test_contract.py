@@ -184,9 +184,9 @@ def test_another_tag_is_told_on_every_rank_with_the_values(
         record(slot, 1.0)
     before = coordinator.digest()
     odd_one = world.size - 1
+    told = rf"same tag but have {values[0]!r} on rank.*; {values[1]!r} on rank {odd_one}"
     with (
-        pytest.raises(f8.RanksDisagree, match=rf"same tag but have {values[0]!r} on rank.*; {values[1]!r} on rank {odd_one}")
-        as raised,
+        pytest.raises(f8.RanksDisagree, match=told) as raised,
         coordinator.step(values[world.rank == odd_one]),
     ):  # fmt: skip
         record(slot, 9.0)
@@ -293,7 +293,7 @@ def test_another_group_on_another_rank_is_told_and_does_not_hang(world: World, m
         coordinator.freeze()
         dist.barrier()
     else:
-        with pytest.raises(f8.RanksDisagree, match="was given the group ranks 0-.* but rank 0 on rank 0"):
+        with pytest.raises(f8.RanksDisagree, match=r"was given the group ranks 0-.* but rank 0 on rank 0"):
             coordinator.freeze()
         dist.barrier()
 
@@ -315,7 +315,10 @@ def test_one_scope_more_on_one_rank_is_told_there_at_once(world: World, make: Ma
         with coordinator.step(step):
             pass
     if world.rank == world.size - 1:
-        with pytest.raises(f8.RanksDisagree, match=r"closed it after 2 and rank \d is in number 3"), coordinator.step(2):
+        with (
+            pytest.raises(f8.RanksDisagree, match=r"closed it after 2 and rank \d is in number 3"),
+            coordinator.step(2),
+        ):
             pass
     coordinator.close()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import World
-from pipelines import LAYERS, RECIPE, SCHEDULES, Part, Run, build, run_alone, run_pipeline
+from pipelines import LAYERS, RECIPE, SCHEDULES, Part, Run, run_alone, run_pipeline
 
 import fp8dist as f8
 

@@ -143,7 +143,9 @@ def test_everything_else_is_the_schedules_own(coordinator: f8.ReductionGroupCoor
 def test_the_tag_function_tags_the_step(coordinator: f8.ReductionGroupCoordinator) -> None:
     stage = FakeStage(coordinator)
     tags = iter([5, "bad", 2**70])
-    schedule = f8.schedules.attach(FakeSchedule(stage), coordinator, stages=[stage], tag_fn=lambda: next(tags))
+    schedule = f8.schedules.attach(
+        FakeSchedule(stage), coordinator, stages=[stage], tag_fn=lambda: next(tags)
+    )
     schedule.step()
     schedule.step()
     with pytest.raises(ValueError, match="tag"):
@@ -193,7 +195,10 @@ def test_wrapped_steps_tell_training_from_evaluation(coordinator: f8.ReductionGr
         return value
 
     step = f8.schedules.wrap_step(
-        forward_backward, coordinator, training=lambda args, kwargs: not kwargs["forward_only"], tag_fn=lambda: 1
+        forward_backward,
+        coordinator,
+        training=lambda args, kwargs: not kwargs["forward_only"],
+        tag_fn=lambda: 1,
     )
     assert step.__name__ == "forward_backward"
     assert step(3.0, forward_only=False) == 3.0

@@ -109,9 +109,8 @@ def test_an_outer_scope_that_closes_first_commits_nothing() -> None:
 
 def test_a_caught_exception_in_a_nested_scope_is_the_outer_scopes_business_no_more() -> None:
     coordinator = make()
-    with coordinator.step() as step:
-        with pytest.raises(KeyError), coordinator.step():
-            raise KeyError
+    with coordinator.step() as step, pytest.raises(KeyError), coordinator.step():
+        raise KeyError
     assert step.committed
 
 
@@ -269,7 +268,10 @@ def test_loading_weights_without_state_makes_their_slots_cold() -> None:
         assert not model[0].slots.weight.warm.item()
         backward(model)
     assert history(coordinator, "0.weight")[:2] == [-1.0, -1.0]
-    assert coordinator.scales()["0.weight"] == torch.div(torch.tensor(448.0), weights["0.weight"].abs().max()).item()
+    assert (
+        coordinator.scales()["0.weight"]
+        == torch.div(torch.tensor(448.0), weights["0.weight"].abs().max()).item()
+    )
 
 
 @pytest.mark.parametrize("weights_first", [True, False])
@@ -303,7 +305,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     short["slots"]["2.input"]["history"] = torch.zeros(7)
     no_scale = copy.deepcopy(good)
     del no_scale["slots"]["0.input"]["scale"]
-    for state, told in ((missing, r"2\.input"), (short, r"2\.input.*\(7,\)"), (no_scale, "scale"), ({}, "generation")):
+    for state, told in (
+        (missing, r"2\.input"),
+        (short, r"2\.input.*\(7,\)"),
+        (no_scale, "scale"),
+        ({}, "generation"),
+    ):
         with pytest.raises(ValueError, match=told):
             coordinator.load_state_dict(state)
         assert coordinator.digest() == before

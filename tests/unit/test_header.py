@@ -66,7 +66,13 @@ def test_an_unfit_tag_is_refused(tag: object) -> None:
 
 
 def test_classes_are_compared_among_their_holders_only() -> None:
-    classes: list[list[int | None]] = [[7, None, 1], [7, None, 1], [None, 9, 1], [None, 9, 2], [None, None, None]]
+    classes: list[list[int | None]] = [
+        [7, None, 1],
+        [7, None, 1],
+        [None, 9, 1],
+        [None, 9, 2],
+        [None, None, None],
+    ]
     words = reduce([header(r) for r in range(WORLD)], classes)
     assert len(words) == header_words(3)
     assert decode(words, WORLD).classes == (2,)

@@ -17,7 +17,9 @@ from fp8dist.transport import Control
 def negotiators(world: int, store: dist.Store | None = None) -> list[Negotiator]:
     store = store or dist.HashStore()
     return [
-        Negotiator(Control(store, f"group of {world}"), tuple(range(world)), rank, "main", Control(store, "cards"))
+        Negotiator(
+            Control(store, f"group of {world}"), tuple(range(world)), rank, "main", Control(store, "cards")
+        )
         for rank in range(world)
     ]
 
