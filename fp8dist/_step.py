@@ -47,6 +47,10 @@ class Step:
         self.abandoned = True
 
     def __enter__(self) -> Step:
+        if self.place:
+            raise ScopeError(
+                f"this scope was opened at {self.place} already; call coordinator.step() for every step"
+            )
         self.place = caller()
         return self._coordinator._enter(self)
 

@@ -10,14 +10,15 @@ open ─▶ forward/backward of all microbatches (modules record, flag) ─▶ e
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,32 +26,24 @@ from torch.distributed import Store
 from torch.profiler import record_function
 
 from . import _decisions, _state
+from ._declarations import Declarations, WeightSource, slots_of
 from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode, tag_words
-from ._layout import Entry, entries_to_plain, layout_from_plain, pack, unpack
+from ._layout import layout_from_plain
 from ._negotiate import Negotiator
+from ._notes import NOTE_GRACE, Notes
 from ._scope import ScopeState
 from ._slot_table import Columns, SlotTable
 from ._slots import ABSENT, Slot
 from ._stall import StallInspector
 from ._step import Step, origin
-from ._weights import check_materialised, fingerprint, is_sharded, local_part, seed_amax
-from .errors import (
-    Fp8DistError,
-    NeedsRecovery,
-    PeerAborted,
-    RanksDisagree,
-    ScopeError,
-    TransportError,
-)
+from ._weights import seed_amax
+from .errors import CollectiveTimeout, Fp8DistError, NeedsRecovery, ScopeError, TransportError
 from .recipe import Recipe
 from .transport import Transport, Work, resolve
 
 logger = logging.getLogger("fp8dist")
 
 FIRST_STEP_FACTOR = 3  # a first step may compile; it gets that many timeouts
-CLOSING_GRACE = 1.0  # seconds that close() waits for the peers to close, too
-DISAGREEMENT_GRACE = 1.0  # seconds to wait for every rank's value once all know that they differ
-TOMBSTONE_GRACE = 0.5  # seconds to wait for the note of a rank whose failure the header already shows
 
 
 @dataclass(frozen=True)
@@ -115,22 +108,20 @@ class ReductionGroupCoordinator:
             raise ValueError(f"name expects a non-empty string without '/' but got {name!r}")
         self.recipe = recipe
         self._recipe_digest = recipe.digest()
+        self._reduces_amaxes = not recipe.stateless and bool(getattr(recipe, "reduce_amax", True))
         self.name = name
         self._timeout = timeout
         self._transport: Transport = resolve(group, store)
         self._scope = ScopeState(stateless=recipe.stateless)
         self._table = SlotTable(recipe, self._scope)
-        self._weights: dict[str, Callable[[], torch.Tensor | None]] = {}
-        self._entries: dict[str, Entry] = {}
-        self._sharded: set[str] = set()
+        self._declared = Declarations()
         self._lock = threading.RLock()
         self._open: list[Step] = []
         self._commits = self._aborts = self._generation = self._serial = 0
         self._last_wait = 0.0
+        self._last_exit = time.monotonic()
         self._broken: BaseException | None = None
         self._pending: Work | None = None
-        self._communicator = ""
-        self._relabelled = False
         self._state_loaded = False
         self._waiting_columns: Columns | None = None
         self._closed = False
@@ -153,6 +144,7 @@ class ReductionGroupCoordinator:
         # A coordinator that is dropped without close() must give its name back, too.
         self._release = weakref.finalize(self, cards.delete, str(ranks[rank]))
         self._release.atexit = False
+        self._notes = Notes(self._control, self.name, rank, len(ranks))
         self._stall = StallInspector(self._control, everyone, self.name, rank, ranks, stall_warning)
         if rank == 0 and len(ranks) > 1:
             self._stall.list_coordinator()
@@ -175,7 +167,7 @@ class ReductionGroupCoordinator:
         name: str,
         *,
         shape: tuple[int, ...] | None,
-        weight: Callable[[], torch.Tensor | None] | None = None,
+        weight: WeightSource | None = None,
         sharded: bool = False,
     ) -> Slot:
         """A new slot. Local; the ranks agree at `freeze()`, or within the next step's collective.
@@ -191,21 +183,14 @@ class ReductionGroupCoordinator:
             ValueError: the name is taken on this rank, or does not end in a role.
         """
         with self._lock:
-            self._check_usable()
+            self._check_open_for_use()
             if name in self._table.slots:
                 raise ValueError(
                     f"slot {name!r} belongs to another module of this process already; two modules cannot share one "
                     "name: give convert(..., prefix=...) or names=..., e.g. one prefix per pipeline stage"
                 )
             slot = self._table.declare(name)
-            if weight is not None:
-                self._weights[name] = weight
-                if sharded:
-                    self._sharded.add(name)
-                    # Only a DTensor knows its global shape; parts of a plain one may differ in size.
-                    now = weight()
-                    shape = shape if now is not None and is_sharded(now) else None
-            self._entries[name] = Entry(name, tuple(shape) if shape is not None else None)
+            self._declared.add(name, shape, weight, sharded)
             return slot
 
     def undeclare(self, name: str) -> None:
@@ -217,24 +202,19 @@ class ReductionGroupCoordinator:
         with self._lock:
             if name not in self._table.slots or name in self._table.layout.position:
                 raise ValueError(f"slot {name!r} expects to be declared and not agreed on yet")
-            del self._table.slots[name], self._entries[name]
-            self._weights.pop(name, None)
-            self._sharded.discard(name)
+            del self._table.slots[name]
+            self._declared.remove(name)
 
     def label_stage(self, module: torch.nn.Module, stage: int) -> None:
-        """Say that the slots held by `module` belong to a pipeline stage; compared at the next agreement."""
-        for slot in _slots_of(module):
-            if self._table.slots.get(slot.name) is not slot:
-                continue
-            entry = self._entries[slot.name]
-            if entry.stage not in (None, stage):
-                raise ValueError(
-                    f"slot {slot.name!r} belongs to stage {entry.stage} already but stage {stage} holds it, too; give "
-                    "each stage's layers global names: convert(..., prefix=...) or names=..."
-                )
-            if entry.stage is None:
-                self._entries[slot.name] = Entry(entry.name, entry.shape, stage)
-                self._relabelled = self._relabelled or self._table.bound
+        """Say that the slots held by `module` belong to a pipeline stage; compared at the next agreement.
+
+        Raises:
+            ValueError: another stage of this process holds one of them, too.
+        """
+        with self._lock:
+            for slot in slots_of(module):
+                if self._table.slots.get(slot.name) is slot:
+                    self._declared.label(slot, stage, agreed=self._table.bound)
 
     # -- agreeing on the layout --------------------------------------------------------------------------
 
@@ -253,9 +233,7 @@ class ReductionGroupCoordinator:
             self._check_usable()
             if self._table.bound or self.recipe.stateless:
                 return
-            for name, weight in self._live_weights().items():
-                check_materialised(name, weight)
-            device = self._device()
+            device = self._declared.device()
             with record_function("fp8dist::freeze"):
                 agreed = self._agree_layout(self._long_timeout())
                 self._connect(agreed["communicator"], device)
@@ -264,46 +242,16 @@ class ReductionGroupCoordinator:
                     self._table.load(self._waiting_columns)
                     self._waiting_columns = None
                 self._seed_weights()
+                self._last_exit = time.monotonic()
 
     def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
-        known = self._table.layout.position
-        entries = []
-        weights = self._live_weights()
-        for name, entry in self._entries.items():
-            weight = weights.get(name)
-            mark = None
-            # Only new names: weights of replicas may part later (local SGD), and that is none of our business.
-            whole = weight is not None and name not in self._sharded and not is_sharded(weight)
-            if weight is not None and whole and name not in known:
-                mark = fingerprint(weight)
-            entries.append(Entry(entry.name, entry.shape, entry.stage, mark))
-        payload = {
-            "recipe": self._recipe_digest,
-            "recipe_fields": {
-                "class": type(self.recipe).__name__,
-                **{f.name: _shown(getattr(self.recipe, f.name)) for f in fields(self.recipe)},
-            },
-            "entries": entries_to_plain(entries),
-        }
-        return self._negotiator.agree("layout", payload, _decisions.layout, timeout)
+        payload = self._declared.payload(self.recipe, self._recipe_digest, self._table.layout.position)
+        agreed: dict[str, Any] = self._negotiator.agree("layout", payload, _decisions.layout, timeout)
+        return agreed
 
     def _connect(self, communicator: str, device: torch.device) -> None:
         self._transport.connect(communicator, device, self._timeout)
-        self._communicator = communicator
-
-    def _device(self) -> torch.device:
-        devices = {local_part(weight).device for weight in self._live_weights().values()}
-        if len(devices) > 1:
-            listed = ", ".join(sorted(map(str, devices)))
-            raise ValueError(
-                f"all FP8 weights of one process are expected on one device but lie on {listed}; give each device a "
-                "coordinator of its own (name=), or move the model first"
-            )
-        return devices.pop() if devices else torch.device("cpu")
-
-    def _live_weights(self) -> dict[str, torch.Tensor]:
-        now = {name: weight() for name, weight in self._weights.items()}
-        return {name: weight for name, weight in now.items() if weight is not None}
+        self._notes.communicator = communicator
 
     def _seed_weights(self) -> None:
         """Scales of cold weights from the MAX of their values over the holders; one collective."""
@@ -314,16 +262,14 @@ class ReductionGroupCoordinator:
         if not names:
             return
         amaxes = torch.full((len(names),), ABSENT, device=self._table.device)
-        weights = self._live_weights()
+        weights = self._declared.weights()
         for i, name in enumerate(names):
             if name in weights and not bool(self._table.slots[name].warm[0]):
                 amaxes[i] = seed_amax(weights[name]).to(amaxes.device)
-        if getattr(self.recipe, "reduce_amax", True):
+        if self._reduces_amaxes:
             words = amaxes.view(torch.int32)
             self._stall.publish("exit", self._serial, "freeze")
-            self._stall.wait(
-                self._transport.start_max(words), self._serial, "freeze", self._long_timeout(), self._look
-            )
+            self._wait(self._transport.start_max(words), "freeze")
         self._table.seed(names, amaxes)
 
     # -- the step scope ----------------------------------------------------------------------------------
@@ -363,7 +309,8 @@ class ReductionGroupCoordinator:
             self.freeze()
             self._forget_reloaded_weights()
             self._serial += 1
-            self._stall.publish("open", self._serial, step.tag, step.place)
+            if not self.recipe.stateless:
+                self._stall.publish("open", self._serial, step.tag, step.place)
             self._open.append(step)
             self._scope.open()
             return step
@@ -374,41 +321,40 @@ class ReductionGroupCoordinator:
                 raise ScopeError(
                     "this scope is not open; use each coordinator.step() in one `with` statement"
                 )
-            outermost = step is self._open[0]
-            if not outermost:
+            if step is not self._open[0]:
                 self._open.remove(step)
                 return
-            if error is None and len(self._open) > 1:
-                error = ScopeError(
-                    f"the outer scope (opened at {step.place}) closes while the one opened at "
-                    f"{self._open[-1].place} is still open; nest them with `with`, on one thread"
-                )
-                unpaired: ScopeError | None = error
-            else:
-                unpaired = None
+            unpaired = self._open[-1] if len(self._open) > 1 else None
             self._open.clear()
-            active = self._scope.requested
             self._scope.close()
-        step.committed = False
-        if error is not None:
-            self._fail(step, error)
-            if unpaired is not None:
-                raise unpaired
-            return
-        if self.recipe.stateless:
-            return
+            step.committed = False
+            if error is not None:
+                self._fail(step, error)
+            elif unpaired is not None:
+                error = ScopeError(
+                    f"the outer scope (opened at {step.place}) closes while the one opened at {unpaired.place} is "
+                    "still open; nest them with `with`, on one thread"
+                )
+                self._fail(step, error)
+                raise error
+            elif not self.recipe.stateless:
+                self._finish_or_break(step)
+
+    def _finish_or_break(self, step: Step) -> None:
+        """Finish the step; a step that cannot be finished blocks later ones until `recover()`."""
         try:
-            self._finish(step, active)
+            self._finish(step)
         except BaseException as cause:
             self._broken = cause
-            if not isinstance(cause, Fp8DistError):  # KeyboardInterrupt in the wait: peers wait for us, too
-                self._leave_tombstone(step, cause)
+            self._aborts += 1
+            if not isinstance(cause, Fp8DistError):  # KeyboardInterrupt in the wait, a rule that raised
+                self._notes.leave(self._transport.rank, step.tag, _named(cause), origin(cause))
             raise
 
-    def _finish(self, step: Step, active: bool) -> None:
+    def _finish(self, step: Step) -> None:
         """Prepare (one MAX), then commit or abort."""
         with record_function("fp8dist::reduce"):
-            verdict = self._reduce(self._header(step, active=active), step)
+            verdict = self._reduce(step)
         self._judge(verdict, step)
         if verdict.abandoned_rank is not None:
             self._table.reset_row()
@@ -430,7 +376,7 @@ class ReductionGroupCoordinator:
         """Within it recording goes on inside `paused()`: the real work of a schedule."""
         return self._scope.resumed()
 
-    def _header(self, step: Step, *, active: bool, failed: bool = False) -> Header:
+    def _header(self, step: Step, *, failed: bool = False) -> Header:
         return Header(
             rank=self._transport.rank,
             world=len(self._transport.global_ranks),
@@ -440,120 +386,77 @@ class ReductionGroupCoordinator:
             generation=self._generation,
             failed=failed,
             abandoned=step.abandoned,
-            grows=self._relabelled or self._table.has_new_slots,
-            active=active,
+            grows=self._declared.relabelled or self._table.has_new_slots,
+            active=self._scope.requested,
         )
 
     def _fill(self, words: torch.Tensor, header: Header) -> None:
-        plain = encode(header)
-        words[: len(plain)].copy_(torch.tensor(plain, dtype=torch.int32))
-        compared = self._table.class_words
-        if getattr(self.recipe, "reduce_amax", True):
-            words[len(plain) : self._table.n_header].copy_(compared)
+        plain = torch.tensor(encode(header), dtype=torch.int32)
+        words[: len(plain)].copy_(plain)
+        rest = words[len(plain) : self._table.n_header]
+        if self._reduces_amaxes:
+            rest.copy_(self._table.class_words)
         else:
-            words[len(plain) : self._table.n_header].fill_(INT32_MIN)
+            rest.fill_(INT32_MIN)
 
-    def _reduce(self, header: Header, step: Step) -> Verdict:
+    def _reduce(self, step: Step) -> Verdict:
+        """The one collective of the step."""
+        if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
+            self._notes.look(self._serial)  # peers that waited for this rank may have given up
         words, n = self._table.words, self._table.n_header
-        if not getattr(self.recipe, "reduce_amax", True):
-            words = words[:n]
+        header = self._header(step)
         self._fill(words, header)
         self._stall.publish("exit", self._serial, step.tag, step.place)
-        self._wait(self._transport.start_max(words), step)
+        self._wait(self._transport.start_max(words if self._reduces_amaxes else words[:n]), step.tag)
         return decode(words[:n].tolist(), header.world)
 
-    def _wait(self, work: Work, step: Step) -> None:
+    def _wait(self, work: Work, tag: Tag) -> None:
         self._pending = work  # an abandoned reduction may still write; its words stay alive until recover()
         timeout = self._long_timeout() if self._commits == 0 else self._timeout
+        look = functools.partial(self._notes.look, self._serial)
         try:
-            self._last_wait = self._stall.wait(work, self._serial, step.tag, timeout, self._look)
+            self._last_wait = self._stall.wait(work, self._serial, tag, timeout, look)
+        except CollectiveTimeout as error:
+            # A rank that comes later must not commit alone what the others gave up.
+            self._notes.leave(self._transport.rank, tag, str(error), missing=error.missing)
+            raise
         except TransportError as error:
-            self._explain_break(error, step)
+            self._explain_break(error, tag)
         self._pending = None
+        self._last_exit = time.monotonic()
 
-    def _look(self) -> None:
-        """Raise if some rank has left a note for this communicator, or has closed it before this scope."""
-        note = self._control.get(f"tombstone/{self._communicator}")
-        if note is not None:
-            self._raise_peer_aborted(unpack(note))
-        first = self._control.get(f"closed/{self._communicator}/first")
-        if first is not None and int(first.split()[1]) < self._serial:
-            rank, count = first.decode().split()
-            raise RanksDisagree(
-                f"coordinator {self.name!r}: all ranks expect to run equally many scopes but rank {rank} closed it "
-                f"after {count} and rank {self._transport.rank} is in number {self._serial}. {_MENDS['scopes']}",
-                field="scopes",
-            )
-
-    def _explain_break(self, error: TransportError, step: Step) -> None:
+    def _explain_break(self, error: TransportError, tag: Tag) -> None:
         """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
-        deadline = time.monotonic() + TOMBSTONE_GRACE
-        while time.monotonic() < deadline:
-            self._look()
-            time.sleep(0.02)
+        self._notes.look_for(NOTE_GRACE, self._serial)
         missing, story = self._stall.story(self._serial)
         suspect = missing[0] if missing else self._transport.rank
         # Only the neighbours of a dead rank notice it; the note frees the others.
-        self._leave_note(suspect, step, "a lost connection, its process has probably died", "")
+        self._notes.leave(suspect, tag, "a lost connection, its process has probably died")
         raise TransportError(
-            f"coordinator {self.name!r}, rank {self._transport.rank}: the update of step {step.tag!r} broke, "
-            f"probably because a process died. {story}\n({error})"
+            f"coordinator {self.name!r}, rank {self._transport.rank}: the update of step {tag!r} broke, probably "
+            f"because a process died. {story}\n({error})"
         ) from error
 
     def _judge(self, verdict: Verdict, step: Step) -> None:
         """Raise on every rank what the header tells every rank."""
+        if verdict.failed_rank is not None or verdict.disagreements or verdict.classes:
+            self._table.reset_row()
         if verdict.failed_rank is not None:
-            deadline = time.monotonic() + TOMBSTONE_GRACE
-            while time.monotonic() < deadline:
-                self._look()
-                time.sleep(0.005)
-            self._raise_peer_aborted({"rank": verdict.failed_rank, "tag": None, "what": "", "place": ""})
+            self._notes.look_for(NOTE_GRACE, self._serial)
+            raise self._notes.peer_aborted(verdict.failed_rank)
         if verdict.disagreements or verdict.classes:
-            self._raise_disagreement(verdict, step)
-
-    def _raise_peer_aborted(self, note: Mapping[str, Any]) -> None:
-        self._table.reset_row()
-        self._aborts += 1
-        what = f" with {note['what']}" if note["what"] else ""
-        place = f" at {note['place']}" if note["place"] else ""
-        raise PeerAborted(
-            f"rank {note['rank']} left step {note['tag']!r} of coordinator {self.name!r}{what}{place}; no rank "
-            f"committed it (this is rank {self._transport.rank}, its state is unchanged). Mend the cause on rank "
-            f"{note['rank']}, or let every rank catch its error and call recover()",
-            rank=note["rank"],
-            step=note["tag"],
-            place=note["place"],
-        )
-
-    def _raise_disagreement(self, verdict: Verdict, step: Step) -> None:
-        """Name the field, and from the store each rank's value."""
-        self._table.reset_row()
-        self._aborts += 1
-        layout = self._table.layout
-        mine = self._table.class_words[::2].tolist()
-        values = {
-            "tag": repr(step.tag),
-            "layout": str(layout.digest),
-            "recipe": str(self._recipe_digest),
-            "generation": str(self._generation),
-            "scales": {layout.label(c): mine[c] for c in verdict.classes if mine[c] != INT32_MIN},
-        }
-        field = verdict.disagreements[0] if verdict.disagreements else "scales"
-        here = self._control.under(f"disagree/{self._communicator}/{self._serial}")
-        here.set(str(self._transport.rank), pack(values))
-        keys = [str(rank) for rank in range(len(self._transport.global_ranks))]
-        deadline = time.monotonic() + DISAGREEMENT_GRACE
-        while not here.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        groups: dict[str, list[int]] = {}
-        for rank, data in ((int(key), here.get(key)) for key in keys):
-            groups.setdefault(str(unpack(data)[field]) if data else "unknown", []).append(rank)
-        raise RanksDisagree(
-            f"coordinator {self.name!r}, step {step.tag!r}: all ranks expect the same {field} but have "
-            f"{_decisions.said(groups)}; no rank committed the step (this is rank {self._transport.rank}). "
-            f"{_MENDS[field]}",
-            field=field,
-        )
+            layout, digests = self._table.layout, self._table.class_words[::2].tolist()
+            mine = [c for c in verdict.classes if digests[c] != INT32_MIN]
+            values = {
+                "tag": repr(step.tag),
+                "layout": layout.digest,
+                "recipe": self._recipe_digest,
+                "generation": self._generation,
+                "scales": ", ".join(f"{digests[c]:#x} for those of {layout.label(c)}" for c in mine)
+                or "none of them",
+            }
+            field = verdict.disagreements[0] if verdict.disagreements else "scales"
+            raise self._notes.disagreement(field, values, self._serial, step.tag)
 
     # -- growing -----------------------------------------------------------------------------------------
 
@@ -573,8 +476,8 @@ class ReductionGroupCoordinator:
         ]
         row, positions = self._table.row.clone(), old.position
         words = self._table.columns_as_words(changed)
-        if changed and getattr(self.recipe, "reduce_amax", True):
-            self._wait(self._transport.start_max(words), step)
+        if changed and self._reduces_amaxes:
+            self._wait(self._transport.start_max(words), step.tag)
         self._table.bind(new, self._transport.rank, self._table.device)
         carried = [name for name in new.names if name in positions]
         if carried:
@@ -583,7 +486,7 @@ class ReductionGroupCoordinator:
             self._table.row[to] = row[source]
         if changed:
             self._table.load_words(changed, words)
-        self._relabelled = False
+        self._declared.relabelled = False
 
     def _forget_reloaded_weights(self) -> None:
         """Weights that were loaded without the coordinator's state make their slots cold again."""
@@ -600,12 +503,12 @@ class ReductionGroupCoordinator:
             return
         self._broken = error
         self._aborts += 1
-        self._leave_tombstone(step, error)
-        if self._transport.rank >= 0 and len(self._transport.global_ranks) > 1:
+        self._notes.leave(self._transport.rank, step.tag, _named(error), origin(error))
+        if len(self._transport.global_ranks) > 1:
             words = torch.full_like(self._table.words, INT32_MIN)
-            if not getattr(self.recipe, "reduce_amax", True):
+            self._fill(words, self._header(step, failed=True))
+            if not self._reduces_amaxes:
                 words = words[: self._table.n_header]
-            self._fill(words, self._header(step, active=False, failed=True))
             try:
                 self._pending = self._transport.start_max(words)
             except TransportError as also:
@@ -617,19 +520,6 @@ class ReductionGroupCoordinator:
             "inside the schedule's own communication are out of reach and wait for its timeout. To go on, every "
             "rank catches its error and calls coordinator.recover()."
         )
-
-    def _leave_tombstone(self, step: Step, error: BaseException) -> None:
-        what = f"{type(error).__name__}: {str(error)[:500]}"
-        self._leave_note(self._transport.rank, step, what, origin(error))
-
-    def _leave_note(self, rank: int, step: Step, what: str, place: str) -> None:
-        """One note for the whole group; the first one stays."""
-        key = f"tombstone/{self._communicator}"
-        try:
-            if self._control.get(key) is None:
-                self._control.set(key, pack({"rank": rank, "tag": step.tag, "what": what, "place": place}))
-        except TransportError as also:
-            logger.debug("no note could be left: %s", also)
 
     def recover(self) -> None:
         """Bring all ranks back to one state after a failed step. A collective: every rank calls it.
@@ -655,8 +545,10 @@ class ReductionGroupCoordinator:
                 "generation": self._generation,
                 "undoable": int(self._table.can_undo),
                 "layout": self._table.layout.digest,
+                "started": self._transport.started,
             }
             agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
+            self._transport.catch_up(agreed["started"])
             if self._generation > agreed["generation"]:
                 undone = self._table.undo()
                 assert undone, "the undo record was there when the ranks agreed"
@@ -781,39 +673,13 @@ class ReductionGroupCoordinator:
                 )
             self._closed = True
             try:
-                if self._broken is None and self._communicator:
-                    self._compare_scopes()
+                if self._broken is None and self._table.bound:
+                    self._notes.close(self._serial)
             except TransportError as error:
                 logger.warning("coordinator %r closes without its peers: %s", self.name, error)
             finally:
                 self._transport.disconnect()
                 self._release()
-
-    def _compare_scopes(self) -> None:
-        """Post how many scopes this rank ran and look at the peers' counts.
-
-        The wait is short and may end early: coordinators may close in another order on another rank, and
-        whoever has a scope more is told where it waits for it, see `_look`.
-        """
-        board = self._control.under(f"closed/{self._communicator}")
-        board.set(str(self._transport.rank), str(self._serial))
-        if board.get("first") is None:
-            board.set("first", f"{self._transport.rank} {self._serial}")
-        keys = [str(rank) for rank in range(len(self._transport.global_ranks))]
-        deadline = time.monotonic() + CLOSING_GRACE
-        while not board.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.002)
-        groups: dict[str, list[int]] = {}
-        for key in keys:
-            count = board.get(key)
-            if count is not None:
-                groups.setdefault(count.decode(), []).append(int(key))
-        if len(groups) > 1:
-            raise RanksDisagree(
-                f"coordinator {self.name!r} closes; all ranks expect to have run equally many scopes but ran "
-                f"{_decisions.said(groups)}. {_MENDS['scopes']}",
-                field="scopes",
-            )
 
     def __enter__(self) -> ReductionGroupCoordinator:
         return self
@@ -842,24 +708,5 @@ class ReductionGroupCoordinator:
         return None if self._timeout is None else FIRST_STEP_FACTOR * self._timeout
 
 
-_MENDS = {
-    "tag": "Some rank is at another step: see that all ranks skip and repeat the same steps.",
-    "layout": "Create the coordinator anew on every rank.",
-    "recipe": "Build the recipe from the same configuration on every rank.",
-    "generation": "Load the same checkpoint on every rank.",
-    "scopes": "Some rank skipped a step or ran one more: every rank opens one scope per optimizer step.",
-    "scales": "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them "
-    "only): load one checkpoint on every rank.",
-}
-
-
-def _slots_of(module: torch.nn.Module) -> Iterator[Slot]:
-    """Slots that a module or its children hold as attributes, alone or in tuples."""
-    for part in module.modules():
-        for value in vars(part).values():
-            held = value if isinstance(value, tuple) else (value,)
-            yield from (item for item in held if isinstance(item, Slot))
-
-
-def _shown(value: object) -> str:
-    return str(getattr(value, "__qualname__", value))
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:500]}"

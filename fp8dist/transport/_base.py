@@ -36,6 +36,11 @@ class Transport(Protocol):
     control: Control
     collectives: int
 
+    @property
+    def started(self) -> list[int]:
+        """`[number, size before last, last size]` of the present communicator."""
+        ...
+
     def connect(self, communicator: str, device: torch.device, timeout: float | None) -> None:
         """Build the communicator with that name; replaces an earlier one. Every rank calls it."""
         ...
@@ -44,6 +49,10 @@ class Transport(Protocol):
         """Start an element-wise MAX over all ranks, in place on contiguous int32 words."""
         ...
 
+    def catch_up(self, started: list[int]) -> None:
+        """Enter the reductions that peers have started and this rank has not, so that theirs can end."""
+        ...
+
     def disconnect(self) -> None:
-        """Drop the communicator. Local."""
+        """Drop the communicator. Local, never waits for a peer."""
         ...

@@ -23,6 +23,11 @@ class LocalTransport:
         self.control = Control(HashStore(), "fp8dist")
         self.collectives = 0
 
+    @property
+    def started(self) -> list[int]:
+        """See `Transport.started`."""
+        return [0]
+
     def connect(self, communicator: str, device: torch.device, timeout: float | None) -> None:
         """Nothing to connect."""
 
@@ -30,6 +35,9 @@ class LocalTransport:
         """See `Transport.start_max`."""
         self.collectives += 1
         return _Done()
+
+    def catch_up(self, started: list[int]) -> None:
+        """Nobody waits."""
 
     def disconnect(self) -> None:
         """Nothing to drop."""

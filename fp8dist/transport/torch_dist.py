@@ -7,7 +7,9 @@ cannot pair the wrong communicators.
 
 from __future__ import annotations
 
+import ctypes
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from .._header import INT32_MIN
 from ..errors import TransportError
 from ._base import Work
 from ._control import Control
 
+CATCH_UP_SECONDS = 2.0
 _FOREVER = 10.0 * 365 * 86400
 
 
@@ -97,6 +101,10 @@ class TorchTransport:
         self._nccl = nccl
         self._group: Any = None
         self._on_device = False
+        self._device = torch.device("cpu")
+        self._count = 0
+        self._sizes: deque[int] = deque(maxlen=2)
+        self._last: Any = None
 
     def connect(self, communicator: str, device: torch.device, timeout: float | None) -> None:
         """See `Transport.connect`.
@@ -108,7 +116,10 @@ class TorchTransport:
         seconds = _FOREVER if timeout is None else timeout
         store = PrefixStore(f"fp8dist/communicator/{communicator}", self._store)
         size = len(self.global_ranks)
+        self._device = device
         self._on_device = device.type == "cuda" and self._nccl
+        self._count, self._last = 0, None
+        self._sizes.clear()
         try:
             if self._on_device:
                 # Its watchdog ends the process at this timeout; ours must come first.
@@ -125,24 +136,50 @@ class TorchTransport:
                 f"rank {self.rank} could not connect to the {size} members of the update communicator: {error}"
             ) from error
 
+        # A gloo group's destructor waits for its pending work, so a rank that fails while its peers are late
+        # could not even exit (seen: it hung for the whole timeout). Only an idle group is given back.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    @property
+    def started(self) -> list[int]:
+        """See `Transport.started`."""
+        return [self._count, *self._sizes]
+
+    def catch_up(self, started: list[int]) -> None:
+        """See `Transport.catch_up`. The values are neutral."""
+        behind = started[0] - self._count
+        for size in started[len(started) - behind :] if behind > 0 else ():
+            self.start_max(torch.full((size,), INT32_MIN, dtype=torch.int32, device=self._device))
+        deadline = time.monotonic() + CATCH_UP_SECONDS
+        while self._last is not None and not self._last.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.002)
+
     def start_max(self, words: torch.Tensor) -> Work:
         """See `Transport.start_max`."""
         assert words.dtype == torch.int32 and words.is_contiguous() and self._group is not None
         self.collectives += 1
+        self._count += 1
+        self._sizes.append(words.numel())
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         try:
-            if self._on_device:
-                return _NcclWork(self._group.allreduce([words], options))
-            if words.device.type == "cpu":
-                return _GlooWork(self._group.allreduce([words], options))
-            staged = words.cpu()
-            return _StagedWork(_GlooWork(self._group.allreduce([staged], options)), staged, words)
+            sent = words if self._on_device or words.device.type == "cpu" else words.cpu()
+            self._last = self._group.allreduce([sent], options)
         except RuntimeError as error:
             raise TransportError(f"the reduction could not start: {error}") from error
+        if self._on_device:
+            return _NcclWork(self._last)
+        work = _GlooWork(self._last)
+        return work if sent is words else _StagedWork(work, sent, words)
 
     def disconnect(self) -> None:
         """See `Transport.disconnect`."""
         group, self._group = self._group, None
-        if group is not None and self._on_device and hasattr(group, "abort"):
+        if group is None:
+            return
+        idle = self._last is None or self._last.is_completed()
+        if self._on_device and not idle and hasattr(group, "abort"):
             group.abort()  # frees a reduction that peers never entered
+            idle = True
+        if idle:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
