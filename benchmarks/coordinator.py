@@ -92,7 +92,8 @@ def rank_main(rank: int, world: int, port: int, sizes: list[int], rounds: int, o
     dist.all_gather_object(worst, results)
     if rank == 0:
         merged = [
-            {key: max(per_rank[i][key] for per_rank in worst) for key in results[i]} for i in range(len(sizes))
+            {key: max(per_rank[i][key] for per_rank in worst) for key in results[i]}
+            for i in range(len(sizes))
         ]
         Path(out).write_text(json.dumps(merged))
     dist.barrier()
@@ -110,7 +111,14 @@ def show(exits: list[dict[str, float]], updates: list[dict[str, float]], ranks: 
     """Print both tables."""
     console = Console()
     table = Table(title=f"Exit of one step, {ranks} gloo ranks, medians, slowest rank")
-    for name in ("slots", "payload KiB", "bare all-reduce us", "scope exit us", "of it local us", "exit / bare"):
+    for name in (
+        "slots",
+        "payload KiB",
+        "bare all-reduce us",
+        "scope exit us",
+        "of it local us",
+        "exit / bare",
+    ):
         table.add_column(name, justify="right")
     for r in exits:
         table.add_row(
@@ -123,7 +131,10 @@ def show(exits: list[dict[str, float]], updates: list[dict[str, float]], ranks: 
         table.add_column(name, justify="right")
     for r in updates:
         table.add_row(
-            f"{r['slots']:.0f}", f"{r['update_us']:.1f}", f"{r['loop_us']:.0f}", f"{r['loop_us'] / r['update_us']:.0f}"
+            f"{r['slots']:.0f}",
+            f"{r['update_us']:.1f}",
+            f"{r['loop_us']:.0f}",
+            f"{r['loop_us'] / r['update_us']:.0f}",
         )
     console.print(table)
 

@@ -338,12 +338,13 @@ def _fail(report: pytest.TestReport, text: str) -> None:
 
 
 def _merge(failed: dict[int, Word], size: int) -> str:
-    """Join the ranks' tracebacks; equal ones stand once."""
+    """Join the ranks' tracebacks; those that differ in the rank alone stand once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, word in sorted(failed.items()):
-        ranks_of.setdefault(word.text, []).append(rank)
+        ranks_of.setdefault(word.text.replace(f"rank={rank}", "rank=?"), []).append(rank)
     parts = []
-    for text, ranks in ranks_of.items():
+    for ranks in ranks_of.values():
         names = ", ".join(map(str, ranks))
+        text = failed[ranks[0]].text
         parts.append(f"==== failed on rank{'s' if len(ranks) > 1 else ''} {names} of {size}\n{text}")
     return "\n".join(parts)

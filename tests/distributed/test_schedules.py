@@ -108,9 +108,12 @@ def test_other_weights_under_one_name_are_refused_on_every_rank(world: World) ->
     """Without stages, equal shapes hide that these are different layers; the values tell."""
     coordinator = f8.ReductionGroupCoordinator(RECIPE, timeout=5.0)
     torch.manual_seed(world.rank)
-    f8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), coordinator)
+    model = f8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), coordinator)
     with pytest.raises(f8.LayoutMismatch, match=r"0\.weight: fingerprint"):
         coordinator.freeze()
+    with torch.no_grad():  # what DDP does at construction
+        dist.broadcast(model[0].weight, 0)
+    coordinator.freeze()
     coordinator.close()
 
 

@@ -52,7 +52,10 @@ def test_a_linear_layer_follows_the_recording(run: dict[str, Any]) -> None:
         for key, names in (("fwd", ("a.input", "a.weight")), ("bwd", ("a.grad_output",))):
             expected = entry[f"{key}_history"][:, : len(names)]
             assert torch.equal(te_history(coordinator, *names), expected), (index, key)
-            assert [scales[name] for name in names] == entry[f"{key}_scale"][: len(names)].tolist(), (index, key)
+            assert [scales[name] for name in names] == entry[f"{key}_scale"][: len(names)].tolist(), (
+                index,
+                key,
+            )
         for name, mine in (("y", y), ("dx", x.grad), ("dw", linear.weight.grad), ("db", linear.bias.grad)):
             # The products are equal, the order of sums is not: a few values round to the neighbour.
             difference = (mine.float() - entry[name].float()).abs()
