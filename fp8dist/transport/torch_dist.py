@@ -178,8 +178,9 @@ class TorchTransport:
         if group is None:
             return
         idle = self._last is None or self._last.is_completed()
-        if self._on_device and not idle and hasattr(group, "abort"):
-            group.abort()  # frees a reduction that peers never entered
+        if self._on_device:
+            # Abort frees a reduction that peers never entered; nccl warns of groups that are just dropped.
+            group.shutdown() if idle else group.abort()
             idle = True
         if idle:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))

@@ -77,5 +77,5 @@ def frozen(coordinator: f8.ReductionGroupCoordinator) -> str:
     for name, fields in sorted(state["slots"].items()):
         h.update(name.encode())
         for tensor in fields.values():
-            h.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            h.update(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
