@@ -68,5 +68,6 @@ def recovery(brought: Brought) -> dict[str, Any]:
         "generation": lowest,
         "communicator": secrets.token_hex(8),
         "started": max(payload["started"] for payload, _ in brought),
+        "scopes": max(payload["scopes"] for payload, _ in brought),
         "relayout": len(by_value(brought, "layout")) > 1,
     }

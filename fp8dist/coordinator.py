@@ -546,9 +546,11 @@ class ReductionGroupCoordinator:
                 "undoable": int(self._table.can_undo),
                 "layout": self._table.layout.digest,
                 "started": self._transport.started,
+                "scopes": self._serial,
             }
             agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
             self._transport.catch_up(agreed["started"])
+            self._serial = agreed["scopes"]  # a rank may have failed before it opened the scope
             if self._generation > agreed["generation"]:
                 undone = self._table.undo()
                 assert undone, "the undo record was there when the ranks agreed"

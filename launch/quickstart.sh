@@ -43,6 +43,17 @@ done
 bash "$ROOT/launch/setup_venv.sh" "$ROOT/.venv" monitor "${setup_options[@]}" >/dev/null
 python="$ROOT/.venv/bin/python"
 
+# The same result on every machine: no GPU, one thread a rank, and only the loopback interface.
+export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONPATH="$ROOT/launch" PYTHONWARNINGS=ignore
+if [ -e /sys/class/net/lo ]; then export GLOO_SOCKET_IFNAME=lo; fi
+
+options=(
+    --steps "$steps" --device cpu --no-plot
+    --schedule interleaved1f1b --pp 2 --chunks 2 --dp 2 --microbatches 8
+)
+if [ -n "$data" ]; then  # a text that is too short ends here, with one line and before any rank starts
+    "$python" "$ROOT/launch/train_gpt.py" "${options[@]}" --data "$data" --dry-run >/dev/null
+fi
 run_dir="$ROOT/runs/$(date +%Y%m%d-%H%M%S)-$$"
 mkdir -p "$run_dir"
 if [ -z "$data" ]; then
@@ -50,17 +61,9 @@ if [ -z "$data" ]; then
     "$python" "$ROOT/launch/gpt/corpus.py" "$data"
 fi
 
-# The same result on every machine: no GPU, one thread a rank, and only the loopback interface.
-export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONPATH="$ROOT/launch" PYTHONWARNINGS=ignore
-if [ -e /sys/class/net/lo ]; then export GLOO_SOCKET_IFNAME=lo; fi
-
-options=(
-    --data "$data" --steps "$steps" --device cpu
-    --schedule interleaved1f1b --pp 2 --chunks 2 --dp 2 --microbatches 8 --no-plot
-)
-"$python" "$ROOT/launch/train_gpt.py" "${options[@]}" --dry-run
 for precision in fp8 fp32; do
     "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$RANKS" \
-        "$ROOT/launch/train_gpt.py" "${options[@]}" --precision "$precision" --run-dir "$run_dir/$precision"
+        "$ROOT/launch/train_gpt.py" "${options[@]}" --data "$data" --precision "$precision" \
+        --run-dir "$run_dir/$precision"
 done
 "$python" -m gpt.report "$run_dir"

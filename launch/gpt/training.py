@@ -13,11 +13,11 @@ import torch
 
 from .config import Ranks, TrainConfig
 from .corpus import Corpus, load_corpus
-from .model import GPTConfig, build_stage
+from .model import GPTConfig, Stage, build_stage
 from .parallel import Grid, Pipeline, PlainLoop, choose_device
 
 if TYPE_CHECKING:
-    from .fp8 import Outcome, Sample
+    from .fp8 import Fp8Run, Outcome, Sample
 
 WARMUP_STEPS = 20
 FINAL_LR_FRACTION = 0.1
@@ -84,25 +84,7 @@ def train(
     device = choose_device(config, ranks)
     corpus = corpus or load_corpus(config.data, seq_len=config.seq_len)
     grid = Grid(config, ranks, device)
-    shape = GPTConfig(
-        config.layers,
-        config.hidden,
-        config.heads,
-        config.seq_len,
-        config.seed,
-        bf16=config.precision == "bf16",
-    )
-    stages = [build_stage(shape, index, config.stages).to(device) for index in grid.stage_indices()]
-    fp8 = None
-    if config.precision == "fp8":
-        from .fp8 import Fp8Run  # the high-precision runs need nothing of the library
-
-        fp8 = Fp8Run(config, stages)
-    worker: PlainLoop | Pipeline
-    if config.pp == 1:
-        worker = PlainLoop(grid, stages[0], fp8.scope if fp8 else nullcontext)
-    else:
-        worker = Pipeline(grid, stages, fp8.attach if fp8 else _unchanged)
+    stages, fp8, worker = _build(config, grid)
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
 
@@ -131,6 +113,27 @@ def train(
     if fp8:
         result.fp8 = fp8.finish()
     return result
+
+
+def _build(config: TrainConfig, grid: Grid) -> tuple[list[Stage], Fp8Run | None, PlainLoop | Pipeline]:
+    """This rank's stages, converted where the run is in FP8, and what runs forward and backward on them."""
+    shape = GPTConfig(
+        config.layers,
+        config.hidden,
+        config.heads,
+        config.seq_len,
+        config.seed,
+        bf16=config.precision == "bf16",
+    )
+    stages = [build_stage(shape, index, config.stages).to(grid.device) for index in grid.stage_indices()]
+    fp8 = None
+    if config.precision == "fp8":
+        from .fp8 import Fp8Run  # the high-precision runs need nothing of the library
+
+        fp8 = Fp8Run(config, stages)
+    if config.pp == 1:
+        return stages, fp8, PlainLoop(grid, stages[0], fp8.scope if fp8 else nullcontext)
+    return stages, fp8, Pipeline(grid, stages, fp8.attach if fp8 else _unchanged)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

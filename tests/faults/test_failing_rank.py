@@ -5,6 +5,7 @@ Ranks are forks of this process (see forkpool), so they may be killed and left b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -198,6 +199,7 @@ def test_a_late_rank_gets_an_error_at_once_and_all_recover_to_one_state() -> Non
             record(slot, 5.0 + rank)
         end.digest = coordinator.digest()
         end.history = coordinator.state_dict()["slots"]["a.input"]["history"].tolist()
+        coordinator.close()
         return end
 
     ended = values(run_ranks(run, world=4, timeout=20))
@@ -275,7 +277,30 @@ def test_recover_names_a_dead_member_and_can_be_tried_again() -> None:
         coordinator.recover()
         with coordinator.step():
             pass
+        coordinator.close()
         return told if rank != 3 else (3,)
+
+    assert values(run_ranks(run, world=4, timeout=20)) == [(3,)] * 4
+
+
+def test_a_rank_that_failed_before_its_scope_counts_like_the_others_after_recover() -> None:
+    def run(rank: int, world: int) -> Any:
+        coordinator = make(timeout=0.6, stall_warning=None)
+        coordinator.slot("a.input")
+        with coordinator.step(0):
+            pass
+        if rank == 3:
+            time.sleep(0.8)
+        else:
+            with contextlib.suppress(f8.CollectiveTimeout), coordinator.step(1):
+                pass
+        coordinator._timeout = 5.0
+        coordinator.recover()
+        with coordinator.step(1):
+            pass
+        told = (3,)
+        coordinator.close()
+        return told
 
     assert values(run_ranks(run, world=4, timeout=20)) == [(3,)] * 4
 

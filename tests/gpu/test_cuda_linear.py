@@ -34,7 +34,7 @@ def test_values_are_near_float64_and_amaxes_equal_the_cpu(dtype: torch.dtype, to
             exact(x64).backward(dy.double())
             model = f8.convert(nn.Sequential(linear).to(device), coordinator)
             for _ in range(2):  # cold, then with the delayed scale
-                xd = x.to(device).requires_grad_()
+                xd = x.to(device, copy=True).requires_grad_()
                 model.zero_grad()
                 with coordinator.step():
                     y = model(xd)
