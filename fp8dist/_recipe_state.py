@@ -234,6 +234,8 @@ class AgingState(DelayedState):
             self.warm.fill_(True)
         self._freezes = recipe.non_finite == "freeze"
         self._absent = torch.tensor(ABSENT, device=self.device)
+        self._all_warm = bool(self.warm.all())
+        self._clean = True  # the last update met no inf and no NaN
         # Scratch vectors, since an update should not spend its time on allocating them.
         self._window = torch.empty_like(self.scale)
         self._usable, self._finite, self._lost = (
@@ -242,23 +244,28 @@ class AgingState(DelayedState):
 
     def update(self, amax: torch.Tensor) -> None:
         """Enter the row, then recompute the scales of slots whose window has a usable maximum."""
-        torch.lt(amax, math.inf, out=self._finite)
-        torch.logical_not(self._finite, out=self._lost)
-        self.nonfinite.add_(self._lost)
+        self._clean = self._is_clean(amax)
+        if not self._clean:
+            torch.lt(amax, math.inf, out=self._finite)
+            torch.logical_not(self._finite, out=self._lost)
+            self.nonfinite.add_(self._lost)
         self._enter(amax)
         window = self._window_amax(amax)
         torch.gt(window, 0, out=self._usable)
         self._restrict(window)
         torch.where(self._usable, self._scales(window, self.scale), self.scale, out=self.scale)
         torch.reciprocal(self.scale, out=self.scale_inv)
-        if self.warm.device == self._usable.device:
-            self.warm.logical_or_(self._usable)
-        elif not self.warm.all():  # reading a GPU's mask waits for it, so only while a slot is cold
+        if not self._all_warm:  # reading a GPU's mask waits for it, so only while a slot is cold
             self.warm.logical_or_(self._usable.cpu())
+            self._all_warm = bool(self.warm.all())
+
+    def _is_clean(self, amax: torch.Tensor) -> bool:
+        """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
+        return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
 
     def _enter(self, amax: torch.Tensor) -> None:
         row = self.history[self.head]
-        if self._freezes:
+        if self._clean or self._freezes:
             row.copy_(amax)
         else:
             torch.where(self._finite, amax, self._absent, out=row)
@@ -275,7 +282,7 @@ class AgingState(DelayedState):
 
     def _restrict(self, window: torch.Tensor) -> None:
         """Clear `_usable` where the scale must be kept though the window has a maximum above 0."""
-        if not self._freezes:
+        if not (self._clean or self._freezes):
             self._usable.logical_and_(self._finite)
         if self._freezes or self.recipe.amax_compute_algo != "max":
             self._usable.logical_and_(torch.lt(window, math.inf))
@@ -284,22 +291,32 @@ class AgingState(DelayedState):
         # Rows of another rule may hold what ours never enters.
         super()._load_rows(rows if self._freezes else torch.where(rows < math.inf, rows, self._absent))
 
+    def load(self, history_rows: torch.Tensor, scale: torch.Tensor, warm: torch.Tensor) -> None:
+        """See `RecipeState.load`."""
+        super().load(history_rows, scale, warm)
+        self._all_warm = bool(self.warm.all())
+
     def _snapshot(self) -> Any:
         # Only these rules are known to touch a single row; a subclass's may change anything.
         if type(self).update is not AgingState.update:
             return super()._snapshot()
-        return self._evicted(), self.scale.clone(), self.warm.clone(), self.nonfinite.clone()
+        return self._evicted(), self.scale.clone(), None if self._all_warm else self.warm.clone()
 
     def _restore(self, record: Any) -> None:
         if isinstance(record, dict):
             super()._restore(record)
+            self._all_warm = bool(self.warm.all())
             return
-        evicted, scale, warm, nonfinite = record
+        evicted, scale, warm = record
         self._put_back(evicted)
         self.scale.copy_(scale)
         torch.reciprocal(self.scale, out=self.scale_inv)
-        self.warm.copy_(warm)
-        self.nonfinite.copy_(nonfinite)
+        if warm is not None:
+            self.warm.copy_(warm)
+            self._all_warm = False
+        if not self._clean:
+            self.nonfinite.sub_(self._lost.to(torch.int64))
+            self._clean = True
 
     def _evicted(self) -> Any:
         return self.history[self.head].clone()
@@ -324,10 +341,11 @@ class HoldingState(AgingState):
 
     def _enter(self, amax: torch.Tensor) -> None:
         torch.ge(amax, 0, out=self._real)
-        if self._freezes:
-            self._real.logical_or_(self._lost)  # NaN >= 0 is false
-        else:
-            self._real.logical_and_(self._finite)
+        if not self._clean:
+            if self._freezes:
+                self._real.logical_or_(self._lost)  # NaN >= 0 is false
+            else:
+                self._real.logical_and_(self._finite)
         oldest = self.history.gather(0, self.position)
         self.history.scatter_(0, self.position, torch.where(self._real, amax, oldest))
         self.position.add_(self._real).remainder_(self.history.shape[0])

@@ -88,8 +88,27 @@ class SlotTable:
     def _allocate(self, n_header: int, n_union: int) -> None:
         self.words = torch.full((n_header + n_union,), INT32_MIN, dtype=torch.int32, device=self.device)
         self.row = self.words[n_header:].view(torch.float32)
-        self.n_header = n_header
+        self.header = self.words[:n_header]
+        # Views made once: slicing costs as much as the copies that go through them.
+        n_plain = header_words(0) if n_header else 0
+        self.plain, self.compared = self.words[:n_plain], self.words[n_plain:n_header]
+        self._host = torch.zeros(n_plain, dtype=torch.int32)
+        self._host_array = self._host.numpy()
         self.reset_row()
+
+    def fill_header(self, plain: Sequence[int], *, compare: bool) -> None:
+        """Write the header in front of the row.
+
+        Args:
+            plain: flags and fields, `header_words(0)` int32 values.
+            compare: send the scale digests; otherwise neutral words.
+        """
+        self._host_array[:] = plain
+        self.plain.copy_(self._host)
+        if compare:
+            self.compared.copy_(self.class_words)
+        else:
+            self.compared.fill_(INT32_MIN)
 
     def reset_row(self) -> None:
         """Forget what was recorded."""
@@ -97,7 +116,7 @@ class SlotTable:
 
     def replace_words(self) -> None:
         """Take a fresh buffer, because an abandoned reduction may still write into the old one."""
-        self._allocate(self.n_header, len(self.layout.names))
+        self._allocate(self.header.numel(), len(self.layout.names))
         self._point_slots()
 
     def bind(self, layout: Layout, rank: int, device: torch.device) -> None:
@@ -115,7 +134,11 @@ class SlotTable:
         self._whole_row = n == len(layout.names)
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._class = torch.tensor([layout.class_of[i] for i in positions], dtype=torch.int64, device=device)
-        self._held = torch.tensor(held, dtype=torch.bool, device=device)
+        self._held = held
+        self._pair_held = torch.tensor(held, dtype=torch.bool, device=device).repeat_interleave(2)
+        self._pair_class = torch.arange(len(held), device=device).repeat_interleave(2)
+        self._pair_sign = torch.tensor([1, -1] * len(held), dtype=torch.int32, device=device)
+        self._neutral = torch.tensor(INT32_MIN, dtype=torch.int32, device=device)
         self._multipliers = (_mix(self._positions + 1) | 1).to(torch.int32)
         starts_run = torch.ones(n, dtype=torch.bool, device=device)
         starts_run[1:] = self._class[1:] != self._class[:-1]
@@ -135,7 +158,6 @@ class SlotTable:
         if kept is not None:
             self.load(kept)
         self._fold_and_point(device)
-        self.refresh_digests()
 
     def _fold_and_point(self, device: torch.device) -> None:
         """Move what the slots recorded in their own cells into the row, then point them at the row."""
@@ -163,25 +185,23 @@ class SlotTable:
         done: list[RecipeState] = []
         try:
             for state, part in zip(self._states, self._parts, strict=True):
-                state.commit(own[part])
-                done.append(state)
+                if state.n > 0:
+                    state.commit(own[part])
+                    done.append(state)
         except BaseException:
             for state in done:
                 state.undo()
             raise
         self.reset_row()
-        self.refresh_digests()
 
     def undo(self) -> bool:
         """Take the last commit back; False if there is none to take back."""
-        undone = [state.undo() for state in self._states]
-        self.refresh_digests()
-        return bool(undone) and all(undone)
+        return all([state.undo() for state in self._states if state.n > 0])
 
     @property
     def can_undo(self) -> bool:
         """Whether `undo` would take a commit back."""
-        return bool(self._states) and all(state.undoable for state in self._states)
+        return all(state.undoable for state in self._states if state.n > 0)
 
     def forget(self, names: Sequence[str]) -> None:
         """Make slots as cold as new ones, if new ones are cold."""
@@ -207,7 +227,6 @@ class SlotTable:
                 local, given = torch.tensor(mine, device=self.device).unbind(1)
                 wanted = amaxes[given] >= 0
                 state.seed(local[wanted], amaxes[given][wanted])
-        self.refresh_digests()
 
     # -- state that travels ------------------------------------------------------------------------------
 
@@ -234,7 +253,6 @@ class SlotTable:
             scale[to] = columns.scale[source].to(scale.device)
             warm[to] = columns.warm[source].cpu()
             state.load(rows, scale, warm)
-        self.refresh_digests()
 
     def columns_as_words(self, names: Sequence[str]) -> torch.Tensor:
         """State and row of the named slots as int32 [len(names), 3 + L], ready for a MAX.
@@ -294,15 +312,17 @@ class SlotTable:
     def refresh_digests(self) -> None:
         """Recompute the header's pair of every class from the scales.
 
-        A sum of bits times odd multipliers (all modulo 2**32), so a change of one scale always shows.
-        Classes are contiguous within a direction, so their sums are differences of a running sum.
+        A sum of bits times odd multipliers, modulo 2**31: a change of one scale always shows. Classes are
+        contiguous within a direction, so their sums are differences of a running sum.
         """
-        running = torch.cumsum(self._scale.view(torch.int32) * self._multipliers, 0, dtype=torch.int64)
+        products = self._scale.view(torch.int32) * self._multipliers
+        ends = torch.cumsum(products, 0, dtype=torch.int64)[self._run_end]
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
-        sums.index_add_(0, self._run_class, torch.diff(running[self._run_end], prepend=sums.new_zeros(1)))
-        digest = _fold(sums).to(torch.int32)
-        self.class_words = torch.stack([digest, -digest], dim=1).reshape(-1)
-        self.class_words[~self._held.repeat_interleave(2)] = INT32_MIN
+        sums.index_add_(0, self._run_class, ends)
+        sums.index_add_(0, self._run_class[1:], ends[:-1], alpha=-1)
+        digests = (sums & MASK31).to(torch.int32)
+        pairs = digests[self._pair_class] * self._pair_sign
+        self.class_words = torch.where(self._pair_held, pairs, self._neutral)
 
     def full_digests(self) -> dict[int, int]:
         """Digest over scales, coldness and histories of each class this rank holds."""
@@ -318,8 +338,7 @@ class SlotTable:
         per_slot = (bits * row_multipliers[:, None]).sum(0) * self._multipliers.to(torch.int64)
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
         sums.index_add_(0, self._class, per_slot)
-        folded = _fold(sums).tolist()
-        return {c: folded[c] for c, held in enumerate(self._held.tolist()) if held}
+        return {c: int(sums[c]) & MASK31 for c, held in enumerate(self._held) if held}
 
     def count_casts(self, on: bool) -> None:
         """Give every slot a counter (values, saturated, flushed to zero), or take it away."""
@@ -337,8 +356,3 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _fold(sums: torch.Tensor) -> torch.Tensor:
-    """31 bits of an int64."""
-    return (sums ^ (sums >> 31)) & MASK31

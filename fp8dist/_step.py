@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import record_function
 
 from ._header import Tag
 from .errors import ScopeError
@@ -58,6 +62,11 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._coordinator._leave(self, error)
+
+
+def phase(name: str) -> AbstractContextManager[object]:
+    """A named range in a profile. Opening one costs as much as several small operations, so only under one."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def caller() -> str:

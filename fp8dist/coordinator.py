@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch.distributed import Store
-from torch.profiler import record_function
 
 from . import _decisions, _state
 from ._declarations import Declarations, WeightSource, slots_of
@@ -35,7 +34,7 @@ from ._scope import ScopeState
 from ._slot_table import Columns, SlotTable
 from ._slots import ABSENT, Slot
 from ._stall import StallInspector
-from ._step import Step, origin
+from ._step import Step, origin, phase
 from ._weights import seed_amax
 from .errors import CollectiveTimeout, Fp8DistError, NeedsRecovery, ScopeError, TransportError
 from .recipe import Recipe
@@ -234,7 +233,7 @@ class ReductionGroupCoordinator:
             if self._table.bound or self.recipe.stateless:
                 return
             device = self._declared.device()
-            with record_function("fp8dist::freeze"):
+            with phase("fp8dist::freeze"):
                 agreed = self._agree_layout(self._long_timeout())
                 self._connect(agreed["communicator"], device)
                 self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
@@ -310,6 +309,7 @@ class ReductionGroupCoordinator:
             self._forget_reloaded_weights()
             self._serial += 1
             if not self.recipe.stateless:
+                self._table.refresh_digests()  # here and not at the exit, where all ranks wait for the slowest
                 self._stall.publish("open", self._serial, step.tag, step.place)
             self._open.append(step)
             self._scope.open()
@@ -353,14 +353,14 @@ class ReductionGroupCoordinator:
 
     def _finish(self, step: Step) -> None:
         """Prepare (one MAX), then commit or abort."""
-        with record_function("fp8dist::reduce"):
+        with phase("fp8dist::reduce"):
             verdict = self._reduce(step)
         self._judge(verdict, step)
         if verdict.abandoned_rank is not None:
             self._table.reset_row()
             self._aborts += 1
             return
-        with record_function("fp8dist::commit"):
+        with phase("fp8dist::commit"):
             if verdict.growing_rank is not None:
                 self._grow(step)
             self._table.commit()
@@ -390,25 +390,20 @@ class ReductionGroupCoordinator:
             active=self._scope.requested,
         )
 
-    def _fill(self, words: torch.Tensor, header: Header) -> None:
-        plain = torch.tensor(encode(header), dtype=torch.int32)
-        words[: len(plain)].copy_(plain)
-        rest = words[len(plain) : self._table.n_header]
-        if self._reduces_amaxes:
-            rest.copy_(self._table.class_words)
-        else:
-            rest.fill_(INT32_MIN)
-
     def _reduce(self, step: Step) -> Verdict:
         """The one collective of the step."""
         if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
             self._notes.look(self._serial)  # peers that waited for this rank may have given up
-        words, n = self._table.words, self._table.n_header
         header = self._header(step)
-        self._fill(words, header)
+        self._table.fill_header(encode(header), compare=self._reduces_amaxes)
         self._stall.publish("exit", self._serial, step.tag, step.place)
-        self._wait(self._transport.start_max(words if self._reduces_amaxes else words[:n]), step.tag)
-        return decode(words[:n].tolist(), header.world)
+        self._wait(self._transport.start_max(self._payload), step.tag)
+        return decode(self._table.header.tolist(), header.world)
+
+    @property
+    def _payload(self) -> torch.Tensor:
+        """What one collective sends; without a reduction of amaxes it is the header alone."""
+        return self._table.words if self._reduces_amaxes else self._table.header
 
     def _wait(self, work: Work, tag: Tag) -> None:
         self._pending = work  # an abandoned reduction may still write; its words stay alive until recover()
@@ -505,10 +500,9 @@ class ReductionGroupCoordinator:
         self._aborts += 1
         self._notes.leave(self._transport.rank, step.tag, _named(error), origin(error))
         if len(self._transport.global_ranks) > 1:
-            words = torch.full_like(self._table.words, INT32_MIN)
-            self._fill(words, self._header(step, failed=True))
-            if not self._reduces_amaxes:
-                words = words[: self._table.n_header]
+            self._table.reset_row()
+            self._table.fill_header(encode(self._header(step, failed=True)), compare=self._reduces_amaxes)
+            words = self._payload.clone()  # it may be read long after this rank has gone on
             try:
                 self._pending = self._transport.start_max(words)
             except TransportError as also:
@@ -633,7 +627,7 @@ class ReductionGroupCoordinator:
     @property
     def payload_words(self) -> int:
         """int32 words (4 bytes each) that one step's collective sends: header and amax row."""
-        return self._table.words.numel()
+        return self._payload.numel()
 
     def scales(self) -> dict[str, float]:
         """Current scale of every own slot."""
