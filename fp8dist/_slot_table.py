@@ -196,7 +196,8 @@ class SlotTable:
 
     def undo(self) -> bool:
         """Take the last commit back; False if there is none to take back."""
-        return all([state.undo() for state in self._states if state.n > 0])
+        undone = [state.undo() for state in self._states if state.n > 0]  # all of them, also after a False
+        return all(undone)
 
     @property
     def can_undo(self) -> bool:
