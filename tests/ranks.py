@@ -18,6 +18,12 @@ class World:
     size: int
 
 
+def size_that_mpirun_promised() -> int | None:
+    """Return how many ranks mpirun started, or None without one. Needs no torch, unlike the library's own."""
+    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return next((int(size) for size in sizes if size.isdecimal()), None)
+
+
 def environ_for_a_launcher() -> dict[str, str]:
     """Return this process's environment without what an outer launcher put there.
 

@@ -30,11 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import World
-
-from fp8dist.bootstrap import init_process_group_from_mpi, mpi_world_size
+from ranks import World, size_that_mpirun_promised
 
 HERE = Path(__file__).parent
 HARNESS = "rank-harness"
@@ -71,7 +67,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): run at these numbers of ranks only, else deselect")
-    torch.set_num_threads(1)
     if _with_mpi(config) and not config.pluginmanager.hasplugin(HARNESS):
         # pytest found this file too late for its options and for a world that is checked.
         raise pytest.UsageError(
@@ -84,7 +79,7 @@ def _with_mpi(config: pytest.Config) -> bool:
 
 
 def _check_world_size(size: int, asked: int | None) -> None:
-    promised = mpi_world_size(os.environ)
+    promised = size_that_mpirun_promised()
     if promised is None:
         raise pytest.UsageError(
             "expected ranks under mpirun but got a process that no MPI launcher started; "
@@ -124,6 +119,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """Initialise torch.distributed once per session."""
+    # Here, so that a library that does not import is a failed test with a traceback and no broken session.
+    import torch
+    import torch.distributed as dist
+
+    from fp8dist.bootstrap import init_process_group_from_mpi
+
+    torch.set_num_threads(1)
     init_process_group_from_mpi("gloo", timeout=timedelta(seconds=TIME_LIMIT))
     yield World(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,8 +93,7 @@ def init_on_ranks(
     """Run the bootstrap on forked ranks that believe to be on `hosts`, then one all-reduce."""
 
     def fn(rank: int, size: int) -> tuple[int, int, str]:
-        comm = StoreComm(dist.distributed_c10d._get_default_store(), rank, size)
-        dist.destroy_process_group()
+        comm = StoreComm(dist.FileStore(f"{folder}/store", size), rank, size)
         mpi = SimpleNamespace(COMM_WORLD=comm, Get_processor_name=lambda: hosts[rank])
         bootstrap._import_mpi = lambda: mpi
         prepare(rank)
@@ -104,7 +104,8 @@ def init_on_ranks(
         dist.all_reduce(ranks)
         return int(ranks), dist.get_rank(), dist.get_backend()
 
-    return run_ranks(fn, world=world, timeout=15)
+    with TemporaryDirectory() as folder:
+        return run_ranks(fn, world=world, timeout=15, init=None)
 
 
 @pytest.mark.parametrize("backend", ["gloo", None])
