@@ -3,14 +3,15 @@
 set -uo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PARTS="unit mpi2 mpi4 torchrun"
+PARTS="unit faults mpi2 mpi4 torchrun"
 EXTRAS=mpi,dev,monitor
 
 usage() {
     cat <<TEXT
 usage: bash tests/run.sh [--part PART] [--torch VERSIONS] [--mpi openmpi|mpich] [-- PYTEST_OPTIONS]
 
-  --part PART        run one part only: unit, mpi2, mpi4 (tests/distributed under mpirun), torchrun
+  --part PART        run one part only: unit, faults (ranks that fail, and GPUs where there are any),
+                     mpi2, mpi4 (tests/distributed under mpirun), torchrun
   --torch VERSIONS   long mode: everything again per torch release ("2.11.0,2.12.1"), each in a
                      virtual environment of its own (.venv-torch-2.11.0 ...)
   --mpi NAME         the MPI from pip to use; mpich gets an environment of its own (.venv-mpich)
@@ -124,6 +125,7 @@ run_mpi() {
 run_part() {
     case "$1" in
         unit) run_pytest 1200 tests/unit "${@:2}" ;;
+        faults) run_pytest 600 tests/faults tests/gpu "${@:2}" ;;
         mpi2) run_mpi 2 "${@:2}" ;;
         mpi4) run_mpi 4 "${@:2}" ;;
         torchrun) run_pytest 600 tests/torchrun "${@:2}" ;;
