@@ -4,7 +4,8 @@
 
 Both sides run interleaved on gloo, one thread per rank, each on a communicator of its own (a group whose threads the
 barrier has just woken is faster). Read the ratios: absolute times belong to the machine. A round is: barrier, bare
-all-reduce of the bytes that the exit sends, barrier, scope entry, barrier, scope exit. Aims: exit / bare <= 1.10 at 10 000 slots; the update in 24-40 us at 1000 slots, L = 16.
+all-reduce of the bytes that the exit sends, barrier, scope entry, barrier, scope exit. Aims: exit / bare <= 1.10 at
+10 000 slots; the update in 24-40 us at 1000 slots, L = 16.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def show(exits: list[dict[str, float]], updates: list[dict[str, float]], ranks: 
         table.add_column(name, justify="right")
     for r in exits:
         table.add_row(
-            f"{r['slots']:.0f}", f"{r['words'] / 256:.1f}", f"{r['bare_us']:.0f}", f"{r['enter_us']:.0f}", f"{r['exit_us']:.0f}",
-            f"{r['local_us']:.0f}", f"{r['exit_us'] / r['bare_us']:.2f}",
+            f"{r['slots']:.0f}", f"{r['words'] / 256:.1f}", f"{r['bare_us']:.0f}", f"{r['enter_us']:.0f}",
+            f"{r['exit_us']:.0f}", f"{r['local_us']:.0f}", f"{r['exit_us'] / r['bare_us']:.2f}",
         )  # fmt: skip
     console.print(table)
     table = Table(title=f"One update, L = {LENGTH}, one thread, medians")

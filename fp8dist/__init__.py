@@ -5,6 +5,16 @@ from ._header import Tag
 from ._recipe_state import RecipeState
 from ._slots import Slot
 from ._step import Step
+from .compat import (
+    activation_recompute_forward,
+    autocast,
+    backward_quantization_update_needed,
+    checkpoint,
+    quantization_backward_scope,
+    reduce_and_update_fp8_tensors,
+    reduce_and_update_quantization_state,
+    request_backward_quantization_update,
+)
 from .coordinator import ReductionGroupCoordinator, Stats
 from .errors import (
     CollectiveTimeout,
@@ -46,6 +56,14 @@ __all__ = [
     "Step",
     "Tag",
     "TransportError",
+    "activation_recompute_forward",
+    "autocast",
+    "backward_quantization_update_needed",
+    "checkpoint",
     "convert",
+    "quantization_backward_scope",
+    "reduce_and_update_fp8_tensors",
+    "reduce_and_update_quantization_state",
+    "request_backward_quantization_update",
     "schedules",
 ]

@@ -20,14 +20,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from enum import IntFlag
 
 INT32_MIN = -(2**31)
 MASK31 = 2**31 - 1
 TAG_LIMIT = 2**61
-FIELDS = ("tag_kind", "tag_high", "tag_low", "layout", "recipe", "generation")
+FIELDS = ("tag_kind", "tag_high", "tag_low", "layout", "recipe", "generation", "part")
 FLAGS = 4
 
 Tag = int | str | None
+
+
+class Part(IntFlag):
+    """Which slots a commit takes. A step takes both; updates in Transformer Engine's places take one each."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    BOTH = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Header:
     layout: int
     recipe: int
     generation: int
+    part: Part = Part.BOTH
     failed: bool = False
     abandoned: bool = False
     grows: bool = False
@@ -55,7 +65,7 @@ class Verdict:
     growing_rank: int | None
     active: bool
     disagreements: tuple[str, ...]
-    """Names of the compared fields that differ: `tag`, `layout`, `recipe`, `generation`."""
+    """Names of the compared fields that differ: `tag`, `layout`, `recipe`, `generation`, `part`."""
     classes: tuple[int, ...]
     """Indices of the slot classes whose scale digests differ."""
 
@@ -94,7 +104,9 @@ def encode(header: Header) -> list[int]:
         place if header.grows else 0,
         int(header.active),
     ]
-    for value in (*tag_words(header.tag), header.layout, header.recipe, header.generation & MASK31):
+    for value in (
+        *tag_words(header.tag), header.layout, header.recipe, header.generation & MASK31, int(header.part)
+    ):  # fmt: skip
         words += (value, -value)
     return words
 

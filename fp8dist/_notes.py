@@ -27,6 +27,7 @@ MENDS = {
     "tag": "Some rank is at another step: see that all ranks skip and repeat the same steps.",
     "layout": "Create the coordinator anew on every rank.",
     "recipe": "Build the recipe from the same configuration on every rank.",
+    "part": "Some rank commits its forward slots where others commit gradients: run the same autocasts and backwards.",
     "generation": "Load the same checkpoint on every rank.",
     "scopes": "Some rank skipped a step or ran one more: every rank opens one scope per optimizer step.",
     "scales": "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them "

@@ -1,12 +1,14 @@
-"""What modules may know of the coordinator: is a scope open, may I record, and 'I recorded something'."""
+"""What modules may know of the coordinator: may I record, and 'I recorded something'."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
+
+import torch
 
 from .errors import MissingScope
 
@@ -14,31 +16,69 @@ from .errors import MissingScope
 class Phase(Enum):
     """Whether amaxes are recorded right now."""
 
-    CLOSED = "closed"  # no scope: current scales are used, nothing is recorded, a request is an error
+    CLOSED = "closed"  # no scope: current scales are used, nothing is recorded
     PAUSED = "paused"  # an adapter shut the gate (evaluation, a schedule's hidden metadata pass)
-    RECORDING = "recording"  # a scope is open and so is the gate
+    RECORDING = "recording"  # a scope is open, or another trigger commits, and the gate is open
+
+
+class ScaleTape:
+    """The scales that one checkpointed region used, in order, for its recompute.
+
+    Attributes:
+        written: the first forward is over.
+    """
+
+    def __init__(self) -> None:
+        self.written = False
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._next = 0
+
+    def play(self, scale: torch.Tensor, warm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale to use: the given one the first time, which is kept, and the kept one the second time."""
+        if not self.written:
+            self._scales.append((scale.clone(), warm.clone()))
+            return scale, warm
+        kept = self._scales[self._next]
+        self._next = (self._next + 1) % len(self._scales)
+        return kept
 
 
 class ScopeState:
     """The request handle that slots share with their coordinator.
 
     It belongs to the coordinator and not to a thread: a backward can run on a pool thread where
-    thread-locals of the caller are invisible. It knows no process group and no autograd engine.
+    thread-locals of the caller are invisible. It knows no process group.
 
     Attributes:
         serial: counts opened scopes; keys everything that is valid for one scope only.
-        requested: a module's backward recorded something in the open scope.
+        requested: a module's backward recorded something since the last commit.
+        recorded: a module recorded something since the last commit.
         weight_cache: quantized weights of the open scope, by slot name. Emptied when it closes.
         reloaded: weight slots whose module has loaded other weights since the last scope opened.
         stateless: the recipe has no state to update, so nothing is recorded and requests are void.
+        enabled: modules compute in FP8. Only autocast ever clears it.
+        calibrating: modules compute in high precision and record all the same.
+        tape: the scales of the checkpointed region that runs, where they move between its two forwards.
+        implicit: amaxes are recorded although no scope is open, since something else commits.
+        guarded: an update between a forward and its backward is an error, and autograd may say so.
+        on_record: called at every recording, where a trigger has to know of it.
+        on_request: called at a request outside a scope; None refuses those.
     """
 
     def __init__(self, *, stateless: bool = False) -> None:
         self.serial = 0
         self.requested = False
+        self.recorded = False
         self.weight_cache: dict[str, Any] = {}
         self.reloaded: set[str] = set()
         self.stateless = stateless
+        self.enabled = True
+        self.calibrating = False
+        self.tape: ScaleTape | None = None
+        self.implicit = False
+        self.guarded = True
+        self.on_record: Callable[[], None] | None = None
+        self.on_request: Callable[[], None] | None = None
         self._open = False
         self._paused = 0
         self._lock = threading.Lock()
@@ -48,40 +88,67 @@ class ScopeState:
         """The phase that holds now, on every thread."""
         if self._paused:
             return Phase.PAUSED
-        return Phase.RECORDING if self._open else Phase.CLOSED
+        return Phase.RECORDING if self._open or self.implicit else Phase.CLOSED
 
     @property
     def recording(self) -> bool:
         """True where an amax seen now belongs into its slot."""
-        return self._open and not self._paused and not self.stateless
+        replaying = self.tape is not None and self.tape.written
+        return (self._open or self.implicit) and not (self._paused or self.stateless or replaying)
+
+    @property
+    def caching(self) -> bool:
+        """True where a quantized weight may be kept: inside a scope, whose scales do not move."""
+        return self._open and self.recording
+
+    def record(self) -> None:
+        """Note that a module is about to record. Whoever records calls it first."""
+        if self.on_record is not None and not self._open:
+            self.on_record()
+        self.recorded = True
 
     def request(self) -> None:
-        """Flag that something was recorded. Idempotent, legal on any thread, outside a backward too.
+        """Flag that something was recorded in a backward. Idempotent, legal on any thread.
 
         Raises:
-            MissingScope: no scope is open, so nothing would ever commit the amaxes.
+            MissingScope: no scope is open and nothing else would ever commit the amaxes.
         """
         if self.stateless or self._paused:
             return
         if not self._open:
-            raise MissingScope(
-                "an FP8 module in training mode ran its backward outside a step scope, so its amaxes would be "
-                "lost and its scales would never move; put forward and backward of one optimizer step into "
-                "`with coordinator.step():` (pipelines: schedules.attach or schedules.wrap_step), or call "
-                "`.eval()` on the module if this is no training"
-            )
+            if self.on_request is None:
+                raise MissingScope(
+                    "an FP8 module in training mode ran its backward outside a step scope, so its amaxes would be "
+                    "lost and its scales would never move; put forward and backward of one optimizer step into "
+                    "`with coordinator.step():` (pipelines: schedules.attach or schedules.wrap_step), or call "
+                    "`.eval()` on the module if this is no training"
+                )
+            self.on_request()
         self.requested = True
 
     def open(self) -> None:
         """Enter the outermost scope."""
         self.serial += 1
-        self.requested = False
         self._open = True
 
     def close(self) -> None:
         """Leave the outermost scope."""
         self._open = False
         self.weight_cache.clear()
+
+    def committed(self) -> None:
+        """Start to collect for the next commit."""
+        self.requested = self.recorded = False
+
+    @contextmanager
+    def taping(self, tape: ScaleTape) -> Iterator[None]:
+        """Run a checkpointed region: keep its scales the first time, replay them and record nothing the second."""
+        outer, self.tape = self.tape, tape
+        try:
+            yield
+        finally:
+            self.tape = outer
+            tape.written = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:

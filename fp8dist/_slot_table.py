@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._header import INT32_MIN, MASK31, header_words
+from ._header import INT32_MIN, MASK31, Part, header_words
 from ._layout import EMPTY, Layout, is_backward
 from ._recipe_state import RecipeState
 from ._scope import ScopeState
@@ -53,6 +53,8 @@ class SlotTable:
         self._names: list[str] = []
         self._index: dict[str, int] = {}
         self._states: list[RecipeState] = []
+        self._committed: list[RecipeState] = []
+        self._n_forward_union = 0
         self._warm_at_birth = {
             backward: not recipe.stateless
             and bool(recipe.make_state(1, backward=backward, device=self.device).warm[0])
@@ -110,9 +112,11 @@ class SlotTable:
         else:
             self.compared.fill_(INT32_MIN)
 
-    def reset_row(self) -> None:
+    def reset_row(self, part: Part = Part.BOTH) -> None:
         """Forget what was recorded."""
-        self.row.fill_(ABSENT)
+        split = self._n_forward_union
+        rows = {Part.BOTH: self.row, Part.FORWARD: self.row[:split], Part.BACKWARD: self.row[split:]}
+        rows[part].fill_(ABSENT)
 
     def replace_words(self) -> None:
         """Take a fresh buffer, because an abandoned reduction may still write into the old one."""
@@ -153,7 +157,9 @@ class SlotTable:
             state = self.recipe.make_state(part.stop - part.start, backward=backward, device=device)
             state.bind(self._scale[part], self._scale_inv[part], self._warm[part])
             self._states.append(state)
-        self._parts = (slice(0, n_forward), slice(n_forward, n))
+        self._columns = (slice(0, n_forward), slice(n_forward, n))
+        self._committed = []
+        self._n_forward_union = sum(not is_backward(name) for name in layout.names)
         self._allocate(header_words(len(layout.holders)), len(layout.names))
         if kept is not None:
             self.load(kept)
@@ -179,30 +185,35 @@ class SlotTable:
 
     # -- commit ------------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """History takes the row (reduced by now), scales are recomputed, the row is reset."""
+    def commit(self, part: Part = Part.BOTH) -> None:
+        """History takes the row (reduced by now), scales are recomputed, the row is reset.
+
+        Args:
+            part: the slots to commit; what the others recorded stays.
+        """
         own = self.row if self._whole_row else self.row.index_select(0, self._positions)
         done: list[RecipeState] = []
         try:
-            for state, part in zip(self._states, self._parts, strict=True):
-                if state.n > 0:
-                    state.commit(own[part])
+            for state, columns, flag in zip(self._states, self._columns, Part.BOTH, strict=True):
+                if flag in part and state.n > 0:
+                    state.commit(own[columns])
                     done.append(state)
         except BaseException:
             for state in done:
                 state.undo()
             raise
-        self.reset_row()
+        self._committed = done
+        self.reset_row(part)
 
     def undo(self) -> bool:
         """Take the last commit back; False if there is none to take back."""
-        undone = [state.undo() for state in self._states if state.n > 0]  # all of them, also after a False
+        undone = [state.undo() for state in self._committed]  # all of them, also after a False
         return all(undone)
 
     @property
     def can_undo(self) -> bool:
         """Whether `undo` would take a commit back."""
-        return all(state.undoable for state in self._states if state.n > 0)
+        return all(state.undoable for state in self._committed)
 
     def forget(self, names: Sequence[str]) -> None:
         """Make slots as cold as new ones, if new ones are cold."""
@@ -218,7 +229,7 @@ class SlotTable:
             names: union names that `amaxes` belong to; those of other ranks are passed over.
             amaxes: float32 [len(names)]; -1 where no holder wants a seed.
         """
-        for state, part in zip(self._states, self._parts, strict=True):
+        for state, part in zip(self._states, self._columns, strict=True):
             mine = [
                 (self._index[name] - part.start, i)
                 for i, name in enumerate(names)
@@ -243,7 +254,7 @@ class SlotTable:
     def load(self, columns: Columns) -> None:
         """Set the state of those own slots that `columns` names; the others keep theirs."""
         given = {name: i for i, name in enumerate(columns.names)}
-        for state, part in zip(self._states, self._parts, strict=True):
+        for state, part in zip(self._states, self._columns, strict=True):
             pairs = [(i, given[name]) for i, name in enumerate(self._names[part]) if name in given]
             if not pairs:
                 continue

@@ -105,6 +105,7 @@ class Slot:
                 f"slot {self.name!r} lives on {self.amax.device}, the tensor on {value.device}; move the model "
                 "before the first step (or before freeze())"
             )
+        self.scope.record()
         record_amax(self.amax, tensor_amax(value))
 
     def request(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import record_function
 
-from ._header import Tag
+from ._header import Part, Tag
 from .errors import ScopeError
 
 if TYPE_CHECKING:
@@ -26,11 +26,13 @@ class Step:
     Attributes:
         tag: the caller's step tag, compared across ranks.
         committed: None while open; afterwards whether the step moved the scales.
+        part: the slots that its commit takes.
         place: `file:line` that opened it.
     """
 
-    def __init__(self, coordinator: ReductionGroupCoordinator, tag: Tag) -> None:
+    def __init__(self, coordinator: ReductionGroupCoordinator, tag: Tag, part: Part = Part.BOTH) -> None:
         self.tag = tag
+        self.part = part
         self.committed: bool | None = None
         self.place = ""
         self.abandoned = False

@@ -8,12 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._slots import ABSENT, tensor_amax
+from .modules._fsdp import GatheredWeight
 
 _SAMPLES = 4096
 
 
 def is_sharded(weight: torch.Tensor) -> bool:
     """Whether this rank holds a part only, as far as the tensor itself can tell."""
+    if isinstance(weight, GatheredWeight):  # what is known of it (its amax) is known of this rank's shard
+        return True
     return isinstance(weight, DTensor) and any(not p.is_replicate() for p in weight.placements)
 
 
@@ -46,9 +49,10 @@ def fingerprint(weight: torch.Tensor) -> str:
 
 def seed_amax(weight: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of the local values, float32 scalar; -1 (absent) if there are none or not finite."""
-    part = local_part(weight)
-    absent = torch.tensor(ABSENT, device=part.device)
-    if part.numel() == 0:
-        return absent
-    amax = tensor_amax(part)
+    absent = torch.tensor(ABSENT, device=weight.device)
+    if isinstance(weight, GatheredWeight):
+        amax = absent if weight.shard_amax is None else weight.shard_amax[0]
+    else:
+        part = local_part(weight)
+        amax = tensor_amax(part) if part.numel() else absent
     return torch.where(torch.isfinite(amax), amax, absent)

@@ -19,14 +19,14 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed import Store
 
 from . import _decisions, _state
 from ._declarations import Declarations, WeightSource, slots_of
-from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode, tag_words
+from ._header import INT32_MIN, Header, Part, Tag, Verdict, decode, encode, tag_words
 from ._layout import layout_from_plain
 from ._negotiate import Negotiator
 from ._notes import NOTE_GRACE, Notes
@@ -35,6 +35,7 @@ from ._slot_table import Columns, SlotTable
 from ._slots import ABSENT, Slot
 from ._stall import StallInspector
 from ._step import Step, origin, phase
+from ._triggers import OutsideScope, Trigger, UpdateEvery
 from ._weights import seed_amax
 from .errors import CollectiveTimeout, Fp8DistError, NeedsRecovery, ScopeError, TransportError
 from .recipe import Recipe
@@ -81,6 +82,16 @@ class ReductionGroupCoordinator:
         stall_warning: seconds after which a waiting rank logs who is missing; None never warns.
         timeout: seconds after which it raises `CollectiveTimeout`; None waits for ever. The first step gets
             three times that, since it may compile.
+        trigger: what commits outside a step scope (inside one, its exit always does):
+
+            * `step`: nothing should be there; a backward outside a scope is committed at its end, with one
+              warning, where all ranks hold the same names, and is `MissingScope` otherwise;
+            * `backward_end`: the end of each outermost backward;
+            * `next_autocast`: the next top-level `autocast` entry, and `flush()`.
+
+            The last two need equal names and equal backwards on all ranks.
+        update_every: `step` commits all slots together. `microbatch` reproduces Transformer Engine's
+            trajectories: forward slots at each exit of `autocast`, gradient slots by the trigger.
 
     Raises:
         ValueError: unfit group, name taken, or `torch.distributed` not initialised under a launcher.
@@ -95,11 +106,19 @@ class ReductionGroupCoordinator:
         store: Store | None = None,
         stall_warning: float | None = 30.0,
         timeout: float | None = 300.0,
+        trigger: Trigger = "step",
+        update_every: UpdateEvery = "step",
     ) -> None:
         if not isinstance(recipe, Recipe):
             raise ValueError(
                 f"recipe expects a DelayedScaling or CurrentScaling but got {type(recipe).__name__} {recipe!r}"
             )
+        for what, value, choices in (
+            ("trigger", trigger, get_args(Trigger)),
+            ("update_every", update_every, get_args(UpdateEvery)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{what} expects one of {', '.join(choices)} but got {value!r}")
         for what, seconds in (("stall_warning", stall_warning), ("timeout", timeout)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{what} expects seconds > 0 or None but got {seconds!r}")
@@ -109,6 +128,8 @@ class ReductionGroupCoordinator:
         self._recipe_digest = recipe.digest()
         self._reduces_amaxes = not recipe.stateless and bool(getattr(recipe, "reduce_amax", True))
         self.name = name
+        self.trigger = trigger
+        self.update_every = update_every
         self._timeout = timeout
         self._transport: Transport = resolve(group, store)
         self._scope = ScopeState(stateless=recipe.stateless)
@@ -124,6 +145,8 @@ class ReductionGroupCoordinator:
         self._state_loaded = False
         self._waiting_columns: Columns | None = None
         self._closed = False
+        self._autocasts = 0  # entered since the last commit; all ranks enter the same ones
+        self._outside = OutsideScope(self, self._scope)
         self._join(stall_warning)
 
     def _join(self, stall_warning: float | None) -> None:
@@ -305,15 +328,18 @@ class ReductionGroupCoordinator:
                     )
                 self._open.append(step)
                 return outer
-            self.freeze()
-            self._forget_reloaded_weights()
-            self._serial += 1
-            if not self.recipe.stateless:
-                self._table.refresh_digests()  # here and not at the exit, where all ranks wait for the slowest
-                self._stall.publish("open", self._serial, step.tag, step.place)
+            self._begin(step)
             self._open.append(step)
             self._scope.open()
             return step
+
+    def _begin(self, step: Step) -> None:
+        self.freeze()
+        self._forget_reloaded_weights()
+        self._serial += 1
+        if not self.recipe.stateless:
+            self._table.refresh_digests()  # here and not at the exit, where all ranks wait for the slowest
+            self._stall.publish("open", self._serial, step.tag, step.place)
 
     def _leave(self, step: Step, error: BaseException | None) -> None:
         with self._lock:
@@ -356,17 +382,135 @@ class ReductionGroupCoordinator:
         with phase("fp8dist::reduce"):
             verdict = self._reduce(step)
         self._judge(verdict, step)
+        self._scope.committed()
         if verdict.abandoned_rank is not None:
-            self._table.reset_row()
+            self._table.reset_row(step.part)
             self._aborts += 1
             return
         with phase("fp8dist::commit"):
             if verdict.growing_rank is not None:
                 self._grow(step)
-            self._table.commit()
+            self._table.commit(step.part)
         self._commits += 1
         self._generation += 1
         step.committed = True
+
+    # -- commits without a scope -------------------------------------------------------------------------
+
+    def commit_now(self, part: Part = Part.BOTH, *, place: str = "") -> None:
+        """Reduce and commit what was recorded, outside of any scope. A collective; see `step` for errors.
+
+        Args:
+            part: the slots to take.
+            place: what started it, for messages.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._open:
+                raise ScopeError(
+                    f"an update expects no open scope but one was opened at {self._open[0].place}"
+                )
+            if self.recipe.stateless:
+                return
+            step = Step(self, None, part)
+            step.place = place
+            self._begin(step)
+            self._finish_or_break(step)
+
+    def give_up(self, error: BaseException, part: Part, *, place: str) -> None:
+        """Tell the peers that this rank will not come to the update of `part`, because of `error`.
+
+        With several ranks a `recover()` on all of them is then needed. A single process just forgets what it
+        recorded.
+        """
+        with self._lock:
+            if len(self._transport.global_ranks) == 1 or not self._table.bound:
+                self._table.reset_row()
+                self._scope.committed()
+                return
+            step = Step(self, None, part)
+            step.place = place
+            self._serial += 1
+            self._fail(step, error)
+
+    def arm_backward_end(self) -> None:
+        """Commit when the running backward ends.
+
+        Raises:
+            MissingScope: none is running.
+        """
+        self._outside.arm()
+
+    def deferring_requests(self) -> AbstractContextManager[None]:
+        """Within it requests only set the flag: the caller commits afterwards."""
+        return self._outside.deferring()
+
+    def as_default(self) -> ReductionGroupCoordinator:
+        """Make this the coordinator that Transformer Engine's names act on, see `fp8dist.compat`.
+
+        Raises:
+            ValueError: the process has another default that is not closed.
+        """
+        from .compat import set_default
+
+        set_default(self)
+        return self
+
+    @property
+    def request_handle(self) -> ScopeState:
+        """What modules hold of this coordinator: may I record, and 'I recorded something'."""
+        return self._scope
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a step scope is open."""
+        return bool(self._open)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
+    def spans(self, group: Any) -> bool:
+        """Whether `group` has the members of this coordinator."""
+        return resolve(group, None).global_ranks == self._transport.global_ranks
+
+    @property
+    def layout_is_uniform(self) -> bool:
+        """Whether, as far as is known, all ranks hold the same slots."""
+        return len(self._table.layout.holders) <= 1
+
+    def drop_recorded(self) -> None:
+        """Forget what was recorded since the last commit, because it belongs to no step."""
+        self._table.reset_row()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward has asked for an update that has not run."""
+        return self._scope.requested and not self._open
+
+    def enter_training_autocast(self) -> None:
+        """A top-level autocast opens: with `next_autocast`, commit what came since the one before it.
+
+        Requested or not, since the ranks that had no backward must join, too.
+        """
+        if self.trigger == "next_autocast":
+            self.flush()
+            self._autocasts = 1
+
+    def flush(self) -> None:
+        """With `next_autocast`, commit what came since the last autocast opened. A collective.
+
+        Call it on every rank before saving and at the end; it does nothing where no autocast was entered since.
+        """
+        if self._autocasts:
+            self._autocasts = 0
+            self.commit_now(self.backward_part, place="flush()")
+
+    @property
+    def backward_part(self) -> Part:
+        """The slots that an update after a backward takes."""
+        return Part.BOTH if self.update_every == "step" else Part.BACKWARD
 
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing is recorded and no update is asked for: evaluation, a schedule's hidden passes."""
@@ -384,6 +528,7 @@ class ReductionGroupCoordinator:
             layout=self._table.layout.digest,
             recipe=self._recipe_digest,
             generation=self._generation,
+            part=step.part,
             failed=failed,
             abandoned=step.abandoned,
             grows=self._declared.relabelled or self._table.has_new_slots,
@@ -447,6 +592,7 @@ class ReductionGroupCoordinator:
                 "layout": layout.digest,
                 "recipe": self._recipe_digest,
                 "generation": self._generation,
+                "part": step.part.name,
                 "scales": ", ".join(f"{digests[c]:#x} for those of {layout.label(c)}" for c in mine)
                 or "none of them",
             }
@@ -568,6 +714,11 @@ class ReductionGroupCoordinator:
             `{"generation": int64 [], "slots": {name: {"history": float32 [L] oldest first, -1 where
             absent; "scale": float32 []; "warm": bool []}}}`.
         """
+        if self.pending:
+            raise ScopeError(
+                f"coordinator {self.name!r} has recorded amaxes that are not committed yet; call flush() on every rank "
+                "before saving"
+            )
         columns = self._table.export() if self._table.bound else None
         return _state.to_plain(self._generation, columns)
 

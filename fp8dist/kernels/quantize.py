@@ -49,12 +49,15 @@ def quantize(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | Non
             f"expected slot {slot.name!r} on {x.device} like its tensor but got {slot.scale.device}; move "
             "the model before the first step (or before freeze())"
         )
+    if record:
+        slot.scope.record()
     cell = slot.amax if amax is None else amax
     casts = slot.casts if record else None
+    scale, warm = slot.scale, slot.warm
+    if slot.scope.tape is not None and not slot.backward:
+        scale, warm = slot.scope.tape.play(scale, warm)
     return Quantized(
-        *torch.ops.fp8dist.quantize(
-            x, slot.scale, slot.warm, cell, casts, record, slot.scaled_max, slot.dtype
-        )
+        *torch.ops.fp8dist.quantize(x, scale, warm, cell, casts, record, slot.scaled_max, slot.dtype)
     )
 
 

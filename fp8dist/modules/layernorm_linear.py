@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ._split import SplitsBackward, WeightGradients
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(SplitsBackward):
     """`linear(norm(x))`: the norm in high precision, the linear layer in FP8.
 
     Attributes:
@@ -22,6 +23,7 @@ class LayerNormLinear(nn.Module):
         weight: [out_features, in_features].
         bias: [out_features] or None.
         slots: the linear layer's three slots; None if it computes in high precision.
+        wgrad: how the linear layer's weight gradient is computed: "fused", "forked" or "deferred".
     """
 
     layer_norm_bias: nn.Parameter | None
@@ -80,6 +82,7 @@ class LayerNormLinear(nn.Module):
         self.reset_parameters()
         self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
+        self._weight_gradients = WeightGradients(name)
 
     def reset_parameters(self) -> None:
         """Initialize as `nn.LayerNorm` and `nn.Linear` do."""
@@ -107,7 +110,13 @@ class LayerNormLinear(nn.Module):
         else:
             normalized = F.layer_norm(input, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         output = linear(
-            normalized, self.weight, self.bias, self.slots, training=self.training, notices=self._notices
+            normalized,
+            self.weight,
+            self.bias,
+            self.slots,
+            training=self.training,
+            notices=self._notices,
+            wgrad=self._weight_gradients,
         )
         return (output, normalized) if self.return_layernorm_output else output
 

@@ -14,17 +14,23 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from .._slots import ABSENT, Slot, record_amax
-from ..kernels.gemm import ALIGNMENT, dequantize, scaled_mm, supported
+from .._slots import Slot
+from ..kernels.gemm import ALIGNMENT, supported
 from ..kernels.quantize import HIGH_PRECISION, Quantized, quantize
+from ._dtensor import distributed_linear, splits_evenly
+from ._products import dgrad, forward_product, quantize_gradient, rows, update_guards
+from ._products import quantize_weight as _quantize_weight
+from ._products import wgrad as _wgrad
+from ._split import GradientSink, SplitsBackward, WeightGradients, forked_linear
 
 logger = logging.getLogger("fp8dist")
 
@@ -149,6 +155,7 @@ def linear(
     *,
     training: bool,
     notices: Notices,
+    wgrad: WeightGradients | None = None,
 ) -> torch.Tensor:
     """Compute `x @ weight.T + bias` in FP8; the bias is added before the product is rounded.
 
@@ -159,6 +166,7 @@ def linear(
         slots: the layer's slots; None computes in high precision and records nothing.
         training: record amaxes while a scope is open, and ask for an update in backward.
         notices: where a fallback to high precision is said.
+        wgrad: how the weight gradient is computed, and where it is kept if later; None: in the one backward.
 
     Returns:
         [..., out_features] in the autocast dtype if autocast is on for this device, else in `x.dtype`.
@@ -174,9 +182,37 @@ def linear(
             f"{ALIGNMENT}, so it computes in high precision and records nothing"
         )
         return F.linear(x, weight, bias)
+    scope = slots.input.scope
+    if not scope.enabled:
+        if scope.calibrating and training:
+            slots.input.record(x)
+            slots.weight.record(weight)
+        return F.linear(x, weight, bias)
+    if isinstance(weight, DTensor) or isinstance(x, DTensor):
+        if isinstance(weight, DTensor) and not splits_evenly(weight):
+            notices.say(
+                f"the features of its shards are not all multiples of {ALIGNMENT}, so it computes in high "
+                "precision and records nothing"
+            )
+            return F.linear(x, weight, bias)
+        on_shards = partial(linear, slots=slots, training=training, notices=notices, wgrad=wgrad)
+        return distributed_linear(x, weight, bias, on_shards)
     out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    mode = wgrad.mode if wgrad is not None and torch.is_grad_enabled() else "fused"
+    sink = wgrad.sink(weight, bias) if wgrad is not None and mode == "deferred" else None
     bias = bias if bias is None else bias.to(out_dtype)
-    y: torch.Tensor = _LinearFunction.apply(x, weight, bias, slots, out_dtype, training, notices)
+    needs_dw = weight.requires_grad and torch.is_grad_enabled()
+    if needs_dw and not supported(weight.shape[0], x.numel() // x.shape[-1], x.shape[-1]):
+        notices.say(
+            f"the number of tokens is no multiple of {ALIGNMENT}, so its weight gradient is computed in "
+            "high precision (from the FP8 operands)"
+        )
+    y: torch.Tensor
+    has_two_sides = x.requires_grad and (needs_dw or (bias is not None and bias.requires_grad))
+    if mode == "forked" and has_two_sides and not torch.compiler.is_compiling():
+        y = forked_linear(x, weight, bias, slots, out_dtype, training)
+    else:
+        y = _LinearFunction.apply(x, weight, bias, slots, out_dtype, training, sink)
     return y
 
 
@@ -209,96 +245,43 @@ class _LinearFunction(torch.autograd.Function):
         slots: LinearSlots,
         out_dtype: torch.dtype,
         training: bool,
-        notices: Notices,
+        sink: GradientSink | None,
     ) -> torch.Tensor:
-        out_features, in_features = weight.shape
-        tokens = x.reshape(-1, in_features)
         record = training and slots.input.scope.recording
-        xq = quantize(tokens, slots.input, record)
+        xq = quantize(rows(x), slots.input, record)
         wq = _quantize_weight(weight, slots.weight, record)
-        y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, out_dtype, bias)
+        y = forward_product(xq, wq, bias, x.shape, out_dtype)
 
         needs_dx, needs_dw, ctx.needs_db = ctx.needs_input_grad[:3]
-        # Saved for their version counters only: an update that lands before the backward then raises.
-        # A layer in eval mode takes no part in the step, so an update is none of its business.
-        guards = tuple(slot.scale for slot in slots) if training else ()
         ctx.save_for_backward(
-            *(xq if needs_dw else (None, None)), *(wq if needs_dx else (None, None)), *guards
+            *(xq if needs_dw else (None, None)),
+            *(wq if needs_dx else (None, None)),
+            *update_guards(slots, training),
         )
-        ctx.slots, ctx.training = slots, training
+        ctx.slots, ctx.training, ctx.sink = slots, training, sink
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
-        if needs_dw and not supported(out_features, tokens.shape[0], in_features):
-            notices.say(
-                f"the number of tokens is no multiple of {ALIGNMENT}, so its weight gradient is computed in "
-                "high precision (from the FP8 operands)"
-            )
-        return y.reshape(*x.shape[:-1], out_features)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        slot = ctx.slots.grad_output
-        # A compiled backward cannot set a flag on an object; the scope's exit commits without it, too.
-        if ctx.training and not torch.compiler.is_compiling():
-            slot.request()
         x_data, x_scale_inv, w_data, w_scale_inv, *_ = ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
-        gq = quantize(dy, slot, ctx.training and slot.scope.recording)
+        gq = quantize_gradient(dy, ctx.slots.grad_output, ctx.training)
         dx = dw = None
-        db = dy.sum(0) if ctx.needs_db else None  # of the gradient before it is quantized
+        db = rows(dy).sum(0) if ctx.needs_db else None  # of the gradient before it is quantized
         if w_data is not None:
-            dx = scaled_mm(gq.data, w_data, gq.scale_inv, w_scale_inv, ctx.x_dtype).reshape(ctx.x_shape)
-        if x_data is not None:
-            dw = _wgrad(gq, Quantized(x_data, x_scale_inv), ctx.weight_dtype)
+            dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.x_dtype)
+        xq = None if x_data is None else Quantized(x_data, x_scale_inv)
+        if ctx.sink is not None:
+            if xq is not None or db is not None:
+                ctx.sink.keep(gq, xq, db, ctx.slots.grad_output)
+            db = None
+        elif xq is not None:
+            dw = _wgrad(gq, xq, ctx.weight_dtype)
         return dx, dw, db, None, None, None, None
 
 
-def _wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """`gq.T @ xq`, also where the number of tokens does not fit an FP8 product."""
-    (tokens, out_features), in_features = gq.data.shape, xq.data.shape[1]
-    if supported(out_features, tokens, in_features):
-        return scaled_mm(gq.data.t(), xq.data, gq.scale_inv, xq.scale_inv, dtype)
-    with torch.autocast(gq.data.device.type, enabled=False):
-        g, x = (dequantize(q.data, q.scale_inv, torch.float32) for q in (gq, xq))
-        return (g.t() @ x).to(dtype)
-
-
-@dataclass(frozen=True)
-class _CachedWeight:
-    """A quantized weight, valid in one scope for one version of one tensor."""
-
-    serial: int
-    weight: torch.Tensor
-    version: int
-    quantized: Quantized
-    amax: torch.Tensor
-
-
-def _quantize_weight(weight: torch.Tensor, slot: Slot, record: bool) -> Quantized:
-    """Quantize a weight, once per scope; every use in a recording scope records its amax.
-
-    A version counter proves nothing across steps (FSDP2 and `.data.copy_` write without it), and an
-    inference tensor has none: so only a recording scope has a cache.
-    """
-    if not record or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return quantize(weight, slot, record)
-    scope = slot.scope
-    entry = scope.weight_cache.get(slot.name)
-    if (
-        entry is None
-        or entry.serial != scope.serial
-        or entry.weight is not weight
-        or entry.version != weight._version
-    ):
-        amax = torch.full_like(slot.amax, ABSENT)
-        quantized = quantize(weight, slot, record, amax=amax)
-        entry = _CachedWeight(scope.serial, weight, weight._version, quantized, amax)
-        scope.weight_cache[slot.name] = entry
-    record_amax(slot.amax, entry.amax)
-    return entry.quantized
-
-
-class Linear(nn.Linear):
+class Linear(SplitsBackward, nn.Linear):
     """`nn.Linear` whose matrix products run in FP8, with the parameters and state_dict of `nn.Linear`.
 
     Features that are no multiples of 16 make it compute in high precision, which is logged once; tokens
@@ -306,6 +289,7 @@ class Linear(nn.Linear):
 
     Attributes:
         slots: its three slots; None if it computes in high precision.
+        wgrad: how its weight gradient is computed: "fused" (the default), "forked" or "deferred".
     """
 
     slots: LinearSlots | None
@@ -340,6 +324,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
+        self._weight_gradients = WeightGradients(name)
 
     @classmethod
     def from_linear(
@@ -374,12 +359,19 @@ class Linear(nn.Linear):
             coordinator, name, module, sharded=sharded, weight_slot=weight_slot
         )
         module._notices = Notices(name)
+        module._weight_gradients = WeightGradients(name)
         return module
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `input @ weight.T + bias`; shapes, dtypes and errors as in `linear`."""
         return linear(
-            input, self.weight, self.bias, self.slots, training=self.training, notices=self._notices
+            input,
+            self.weight,
+            self.bias,
+            self.slots,
+            training=self.training,
+            notices=self._notices,
+            wgrad=self._weight_gradients,
         )
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """Adapters that open and close the step scope. They know no FP8 and no transport."""
 
-from .torch_pipelining import AttachedSchedule, attach
+from .torch_pipelining import AttachedSchedule, attach, dw_builder
 from .wrap import wrap_step
 
-__all__ = ["AttachedSchedule", "attach", "wrap_step"]
+__all__ = ["AttachedSchedule", "attach", "dw_builder", "wrap_step"]

@@ -8,15 +8,23 @@ and backward on uninitialised memory to learn shapes. Only the chunk methods are
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+from torch import nn
 
 from .._header import Tag
 from ..coordinator import ReductionGroupCoordinator
 from ..errors import ScheduleMismatch
+from ..modules._split import SplitsBackward
 
-_FORWARD, _BACKWARD = "forward_one_chunk", "backward_one_chunk"
-_CHUNK_METHODS = (_FORWARD, _BACKWARD, "backward_weight_one_chunk")
+_FORWARD, _BACKWARD, _WEIGHT = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+_CHUNK_METHODS = (_FORWARD, _BACKWARD, _WEIGHT)
+_SPLIT_ACTIONS = ("I", "W")  # torch's letters for the two halves of a backward
 
 
 class AttachedSchedule:
@@ -28,39 +36,85 @@ class AttachedSchedule:
         coordinator: ReductionGroupCoordinator,
         stages: Sequence[Any],
         tag_fn: Callable[[], Tag] | None,
+        may_split: bool,
     ) -> None:
         self._schedule = schedule
         self._coordinator = coordinator
         self._stages = tuple(stages)
         self._tag_fn = tag_fn
-        self._done: dict[tuple[str, int], int] = {}
+        self._may_split = may_split
+        self._done: Counter[tuple[str, int]] = Counter()
         self._gate_is_for_training = False
+        self._gate = ExitStack()
+        self._chunks_inside = 0
+        self._lock = threading.Lock()
         for stage in self._stages:
             coordinator.label_stage(stage.submod, stage.stage_index)
             for method in _CHUNK_METHODS:
-                setattr(stage, method, self._gated(getattr(stage, method), method, stage.stage_index))
+                setattr(stage, method, self._gated(getattr(stage, method), method, stage))
+            _let_v_stages_evaluate(stage)
 
-    def _gated(self, chunk: Callable[..., Any], method: str, stage: int) -> Callable[..., Any]:
+    def _gated(self, chunk: Callable[..., Any], method: str, stage: Any) -> Callable[..., Any]:
         @functools.wraps(chunk)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._gate_is_for_training:
                 return chunk(*args, **kwargs)
-            key = (method, stage)
-            self._done[key] = self._done.get(key, 0) + 1
-            with self._coordinator.resumed():
-                return chunk(*args, **kwargs)
+            halves = self._halves(method, stage, args, kwargs)
+            with self._gate_open():
+                result = chunk(*args, **kwargs)
+            with self._lock:
+                self._done.update((half, stage.stage_index) for half in halves)
+            return result
 
         return run
+
+    def _halves(
+        self, method: str, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, ...]:
+        """What a chunk method does: a full backward is a backward and a weight gradient in one."""
+        if method != _BACKWARD:
+            return (method,)
+        if kwargs.get("full_backward", args[2] if len(args) > 2 else True):
+            return (_BACKWARD, _WEIGHT)
+        if not self._may_split and getattr(stage, "dw_builder", None) is None:
+            raise ScheduleMismatch(
+                f"stage {stage.stage_index} expects full backwards, as the schedule had when it was attached, but "
+                "got one for its inputs only; attach after the actions are loaded, or with split_backward=True"
+            )
+        return (_BACKWARD,)
+
+    @contextmanager
+    def _gate_open(self) -> Iterator[None]:
+        """Open the gate with the first chunk that comes in and shut it with the last that leaves.
+
+        torch runs one after the other, but a custom function of a schedule may overlap them on threads.
+        """
+        with self._lock:
+            if self._chunks_inside == 0:
+                self._gate.enter_context(self._coordinator.resumed())
+            self._chunks_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._chunks_inside -= 1
+                if self._chunks_inside == 0:
+                    self._gate.close()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The schedule's `step`, in a scope of the coordinator.
 
         Raises:
-            ScheduleMismatch: a stage ran other forwards than backwards; nothing is committed.
+            ScheduleMismatch: a stage ran other numbers of forwards, backwards and weight gradients; nothing is
+                committed.
         """
         tag = self._tag_fn() if self._tag_fn is not None else None
         with self._coordinator.step(tag):
             self._done.clear()
+            for stage in self._stages:
+                if getattr(stage, "dw_builder", None) is not None:
+                    for layer in _layers(stage.submod):
+                        layer.discard_dw()  # what a failed step left
             self._gate_is_for_training = True
             try:
                 with self._coordinator.paused():
@@ -79,13 +133,13 @@ class AttachedSchedule:
         if getattr(self._schedule, "_loss_fn", True) is None:  # a forward-only schedule
             return
         for stage in self._stages:
-            forwards = self._done.get((_FORWARD, stage.stage_index), 0)
-            backwards = self._done.get((_BACKWARD, stage.stage_index), 0)
-            if forwards != backwards:
+            forwards, backwards, weights = (self._done[m, stage.stage_index] for m in _CHUNK_METHODS)
+            if not forwards == backwards == weights:
                 raise ScheduleMismatch(
-                    f"stage {stage.stage_index} expects as many backwards as forwards in one step but ran {forwards} "
-                    f"forwards and {backwards} backwards ({abs(forwards - backwards)} of difference); if the schedule "
-                    "skips microbatches on purpose, wrap its step with schedules.wrap_step instead"
+                    f"stage {stage.stage_index} expects as many backwards and weight gradients as forwards in one "
+                    f"step but ran {forwards} forwards and {backwards} backwards ({abs(forwards - backwards)} of "
+                    f"difference) and {weights} weight gradients ({abs(forwards - weights)} of difference); if the "
+                    "schedule skips microbatches on purpose, wrap its step with schedules.wrap_step instead"
                 )
 
     def __getattr__(self, name: str) -> Any:
@@ -98,20 +152,33 @@ def attach(
     *,
     stages: Sequence[Any],
     tag_fn: Callable[[], Tag] | None = None,
+    split_backward: bool | None = None,
 ) -> AttachedSchedule:
     """Let a torch pipeline schedule open one scope per `step`.
 
+    A schedule that splits the backward makes the layers of its stages compute their weight gradients in a node
+    of its own (`wgrad = "forked"`), except in stages that have a `dw_builder`. What runs where::
+
+        GPipe, 1F1B, Interleaved1F1B, LoopedBFS       torch >= 2.11
+        InterleavedZeroBubble                         torch >= 2.11; splits the backward
+        ZBVZeroBubble, DualPipeV                      torch >= 2.12 (on gloo); split the backward
+        _PipelineScheduleRuntime, loaded from CSV     as its actions; load them before attaching
+
     Args:
-        schedule: `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` or `ScheduleLoopedBFS`.
+        schedule: one of these.
         coordinator: of this process.
         stages: the `PipelineStage`s that this rank runs in `schedule`; may hold no FP8 module.
         tag_fn: gives the step's tag, e.g. the optimizer step number.
+        split_backward: the schedule computes weight gradients apart from input gradients; None reads it from
+            the schedule's actions.
 
     Returns:
         A proxy to use in place of `schedule`.
 
     Raises:
-        ValueError: no stages, not a schedule or stage, a stage attached twice, one slot name in two stages.
+        ValueError: no stages, not a schedule or stage, a stage attached twice, one slot name in two stages, no
+            actions loaded, a V schedule on CPU stages before torch 2.12, or deferred weight gradients that the
+            schedule would never ask for.
     """
     if isinstance(schedule, AttachedSchedule):
         raise ValueError(
@@ -122,6 +189,17 @@ def attach(
             f"attach() expects a torch pipeline schedule with step() and eval() but got {type(schedule).__name__}; "
             "for any other step function use schedules.wrap_step"
         )
+    _check_stages(stages)
+    splits = _splits_backward(schedule) if split_backward is None else split_backward
+    if splits:
+        _fork(stages)
+    # An explicit False is believed: the stages then hold other layers than ours, or bear to run twice.
+    return AttachedSchedule(
+        schedule, coordinator, stages, tag_fn, may_split=splits or split_backward is False
+    )
+
+
+def _check_stages(stages: Sequence[Any]) -> None:
     if not stages:
         raise ValueError("attach() expects the PipelineStages of this rank in stages= but got none")
     for stage in stages:
@@ -131,4 +209,102 @@ def attach(
             raise ValueError(
                 f"stage {stage.stage_index} is attached already; build new PipelineStages for another schedule"
             )
-    return AttachedSchedule(schedule, coordinator, stages, tag_fn)
+        ranks: dict[int, int] = getattr(stage, "stage_index_to_group_rank", {})
+        neighbours = any(ranks.get(index + 1) == rank for index, rank in ranks.items())
+        on_cpu = torch.device(getattr(stage, "device", "cpu")).type == "cpu"
+        if neighbours and len(set(ranks.values())) > 1 and on_cpu and torch.__version__ < "2.12":
+            raise ValueError(
+                "expected torch 2.12 or newer for a V schedule on gloo, which connects a rank to itself, but "
+                f"got torch {torch.__version__}; update it, or use ScheduleInterleavedZeroBubble"
+            )
+
+
+def _splits_backward(schedule: Any) -> bool:
+    """True if any rank's actions hold half a backward. Schedules without a list of actions never do."""
+    orders = [getattr(schedule, name, None) for name in ("pipeline_order_with_comms", "pipeline_order")]
+    order = next((order for order in orders if order), None)
+    if order is None:
+        if orders[1] is not None:
+            raise ValueError(
+                f"expected {type(schedule).__name__} to have its actions but got none; load them before "
+                "attach(), or say split_backward=True or False"
+            )
+        return False
+    return any(letter in _SPLIT_ACTIONS for actions in order.values() for letter in _letters(actions))
+
+
+def _letters(actions: Iterable[Any]) -> Iterator[str]:
+    for action in actions:
+        if action is not None:  # a bubble
+            yield action.computation_type.value
+            yield from _letters(action.sub_actions or ())
+
+
+def _fork(stages: Sequence[Any]) -> None:
+    layers = [
+        (stage.stage_index, layer)
+        for stage in stages
+        if getattr(stage, "dw_builder", None) is None
+        for layer in _layers(stage.submod)
+    ]
+    for index, layer in layers:
+        if layer.wgrad == "deferred":
+            raise ValueError(
+                f"stage {index} expects a dw_builder, since its layers defer their weight gradients, but got none; "
+                "pass PipelineStage(..., dw_builder=schedules.dw_builder(module)) or set their wgrad to 'fused'"
+            )
+    for _, layer in layers:
+        layer.wgrad = "forked"
+
+
+def _let_v_stages_evaluate(stage: Any) -> None:
+    """Let two stages of one rank pass each other no gradient in evaluation, where torch raises on that rank alone."""
+
+    def unless_evaluating(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs) if stage.has_backward else None
+
+        return run
+
+    for name in ("get_local_bwd_output", "set_local_bwd_input"):
+        if hasattr(stage, name):
+            setattr(stage, name, unless_evaluating(getattr(stage, name)))
+
+
+def _layers(module: nn.Module) -> list[SplitsBackward]:
+    return [part for part in module.modules() if isinstance(part, SplitsBackward)]
+
+
+def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
+    """Make the `dw_builder` of a `PipelineStage`: its layers keep their weight gradients for the W actions.
+
+    Another way than attach's own for schedules that split the backward: it costs no addition, but weight
+    gradients go past autograd, so hooks on them (DDP, FSDP, an optimizer in backward) do not see them.
+    Sets `wgrad = "deferred"` on every FP8 layer of `module`; all other layers get their gradients at once.
+
+    Args:
+        module: the stage's module, after `convert`; may hold no FP8 layer.
+
+    Returns:
+        For `PipelineStage(module, ..., dw_builder=...)`: called behind each backward, it returns what computes that
+        backward's weight gradients. The stage belongs into `attach`.
+
+    Raises:
+        ValueError: a layer still owes a weight gradient.
+    """
+    layers = _layers(module)
+    for layer in layers:
+        layer.wgrad = "deferred"
+
+    def build() -> Callable[[], None]:
+        # All that is owed now comes from the backward that just ended.
+        owed = deque(gradient for layer in layers for gradient in layer.take_owed())
+
+        def compute() -> None:
+            while owed:
+                owed.popleft().accumulate()
+
+        return compute
+
+    return build

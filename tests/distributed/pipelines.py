@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,10 +16,14 @@ from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fp8dist as f8
 
@@ -26,6 +34,27 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
     "1f1b": (Schedule1F1B, 1),
     "interleaved1f1b": (ScheduleInterleaved1F1B, 2),
     "loopedbfs": (ScheduleLoopedBFS, 2),
+}
+
+
+def from_csv(stages: Sequence[Any], n_microbatches: int, loss_fn: Any) -> _PipelineScheduleRuntime:
+    """One stage per rank: all forwards, all input gradients, all weight gradients, loaded from a file."""
+    schedule = _PipelineScheduleRuntime(list(stages), n_microbatches, loss_fn=loss_fn)
+    ranks = range(stages[0].group_size)
+    rows = [[f"{r}{kind}{i}" for kind in "FIW" for i in range(n_microbatches)] for r in ranks]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
+        schedule._load_csv(str(path))
+    return schedule
+
+
+# Those that split the backward: (schedule, stages per rank, stages laid out as a V).
+SPLIT: dict[str, tuple[Any, int, bool]] = {
+    "interleavedzb": (ScheduleInterleavedZeroBubble, 2, False),
+    "zbv": (ScheduleZBVZeroBubble, 2, True),
+    "dualpipev": (ScheduleDualPipeV, 2, True),
+    "csv": (from_csv, 1, False),
 }
 
 
@@ -63,6 +92,25 @@ class Run:
     slots: list[dict[str, tuple[list[float], float]]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     collectives: list[int] = field(default_factory=list)
+    products: list[Counter[str]] = field(default_factory=list)
+
+
+@contextmanager
+def counted_products() -> Iterator[Counter[str]]:
+    """Count FP8 matrix products by kind. Only a gradient is e5m2, and only dgrad has it untransposed."""
+    counts: Counter[str] = Counter()
+    multiply = torch._scaled_mm
+
+    def counting(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        kind = "forward" if a.dtype != torch.float8_e5m2 else "dgrad" if a.shape[0] == ROWS else "wgrad"
+        counts[kind] += 1
+        return multiply(a, b, **kwargs)
+
+    torch._scaled_mm = counting
+    try:
+        yield counts
+    finally:
+        torch._scaled_mm = multiply
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,43 +160,68 @@ def run_alone(
     return run
 
 
+def stages_of(name: str, rank: int, size: int) -> list[int]:
+    """The indices of this rank's stages."""
+    _, chunks, is_v = SPLIT[name] if name in SPLIT else (*SCHEDULES[name], False)
+    if is_v:
+        return [rank, 2 * size - 1 - rank]
+    return [rank + chunk * size for chunk in range(chunks)]
+
+
 def build(
-    name: str, coordinator: f8.ReductionGroupCoordinator, rank: int, size: int, skip: Sequence[str] = ()
+    name: str,
+    coordinator: f8.ReductionGroupCoordinator,
+    rank: int,
+    size: int,
+    skip: Sequence[str] = (),
+    defer: bool = False,
 ) -> tuple[Any, list[Part]]:
-    """This rank's attached schedule and its stage modules."""
-    kind, chunks = SCHEDULES[name]
-    n_stages = size * chunks
+    """This rank's attached schedule and its stage modules; `defer`: by dw_builder, not by forked nodes."""
+    kind = (SPLIT if name in SPLIT else SCHEDULES)[name][0]
+    indices = stages_of(name, rank, size)
+    n_stages = size * len(indices)
     per_stage = LAYERS // n_stages
     stages, parts = [], []
-    for chunk in range(chunks):
-        index = rank + chunk * size
+    for index in indices:
         part = Part(range(index * per_stage, (index + 1) * per_stage))
         parts.append(f8.convert(part, coordinator, skip=skip))
-        stages.append(PipelineStage(part, index, n_stages, torch.device("cpu")))
-    schedule = kind(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=loss_fn)
+        builder = f8.schedules.dw_builder(part) if defer else None
+        stages.append(PipelineStage(part, index, n_stages, torch.device("cpu"), dw_builder=builder))
+    alone = len(stages) == 1 and name != "csv"
+    schedule = kind(stages[0] if alone else stages, MICROBATCHES, loss_fn=loss_fn)
     return f8.schedules.attach(schedule, coordinator, stages=stages), parts
 
 
 def run_pipeline(
-    name: str, rank: int, size: int, steps: int, *, skip: Sequence[str] = (), evaluate: bool = False
+    name: str,
+    rank: int,
+    size: int,
+    steps: int,
+    *,
+    skip: Sequence[str] = (),
+    evaluate: bool = False,
+    defer: bool = False,
 ) -> Run:
     """The same training under a pipeline schedule."""
     run = Run()
     with f8.ReductionGroupCoordinator(RECIPE, timeout=20.0) as coordinator:
-        schedule, parts = build(name, coordinator, rank, size, skip)
+        schedule, parts = build(name, coordinator, rank, size, skip, defer)
         parameters = [p for part in parts for p in part.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.05)
-        last = rank == size - 1
+        indices = stages_of(name, rank, size)
+        first, last = 0 in indices, size * len(indices) - 1 in indices
         coordinator.freeze()
         for step in range(steps):
             x, target = batch(step)
             before = coordinator.stats.collectives
             if evaluate:
-                schedule.eval(*((x,) if rank == 0 else ()), **({"target": target} if last else {}))
+                schedule.eval(*((x,) if first else ()), **({"target": target} if last else {}))
                 assert coordinator.stats.collectives == before, "eval ran a collective"
             losses: list[torch.Tensor] = []
             kwargs = {"target": target, "losses": losses} if last else {}
-            schedule.step(*((x,) if rank == 0 else ()), **kwargs)
+            with counted_products() as products:
+                schedule.step(*((x,) if first else ()), **kwargs)
+            run.products.append(products)
             run.collectives.append(coordinator.stats.collectives - before)
             optimizer.step()
             optimizer.zero_grad()

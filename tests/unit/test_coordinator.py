@@ -151,12 +151,6 @@ def test_abort_gives_the_step_up_without_an_error() -> None:
     assert history(coordinator, "a.input") == [-1.0, -1.0, -1.0]
 
 
-def test_a_backward_outside_a_scope_is_refused_and_names_the_mend() -> None:
-    model, _ = model_and_coordinator()
-    with pytest.raises(f8.MissingScope, match=r"coordinator\.step\(\)"):
-        backward(model)
-
-
 def test_evaluation_records_nothing_inside_and_outside_a_scope() -> None:
     model, coordinator = model_and_coordinator()
     with coordinator.step():
