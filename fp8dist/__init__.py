@@ -29,8 +29,11 @@ from .errors import (
     TransportError,
 )
 from .modules.convert import convert
+from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
+from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
+from .modules.sequential import Residual, Sequential
 from .recipe import CurrentScaling, DelayedScaling, Format, Recipe
 
 __all__ = [
@@ -39,7 +42,9 @@ __all__ = [
     "DelayedScaling",
     "Format",
     "Fp8DistError",
+    "GroupedLinear",
     "LayerNormLinear",
+    "LayerNormMLP",
     "LayoutMismatch",
     "Linear",
     "MissingScope",
@@ -49,8 +54,10 @@ __all__ = [
     "Recipe",
     "RecipeState",
     "ReductionGroupCoordinator",
+    "Residual",
     "ScheduleMismatch",
     "ScopeError",
+    "Sequential",
     "Slot",
     "Stats",
     "Step",

@@ -112,11 +112,17 @@ class Declarations:
 
 
 def slots_of(module: torch.nn.Module) -> Iterator[Slot]:
-    """Slots that a module or its children hold as attributes, alone or in tuples."""
+    """Slots that a module or its children hold as attributes, alone or in tuples, also of tuples."""
     for part in module.modules():
-        for value in vars(part).values():
-            held = value if isinstance(value, tuple) else (value,)
-            yield from (item for item in held if isinstance(item, Slot))
+        yield from _slots_in(tuple(vars(part).values()))
+
+
+def _slots_in(values: tuple[object, ...]) -> Iterator[Slot]:
+    for value in values:
+        if isinstance(value, Slot):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _slots_in(value)
 
 
 def _shown(value: object) -> str:

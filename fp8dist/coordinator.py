@@ -264,6 +264,7 @@ class ReductionGroupCoordinator:
                     self._table.load(self._waiting_columns)
                     self._waiting_columns = None
                 self._seed_weights()
+                self._scope.reloaded.clear()  # the seeds are of the weights as they are
                 self._last_exit = time.monotonic()
 
     def _agree_layout(self, timeout: float | None) -> dict[str, Any]:

@@ -254,7 +254,8 @@ class GradientSink:
 class SplitsBackward(nn.Module):
     """A layer whose weight gradient can be computed apart from its input gradient."""
 
-    _weight_gradients: WeightGradients
+    _weight_gradients: tuple[WeightGradients, ...]
+    """One for each product with a weight."""
 
     @property
     def wgrad(self) -> WgradMode:
@@ -268,43 +269,47 @@ class SplitsBackward(nn.Module):
         Raises:
             ValueError: set to something else, or while weight gradients are owed.
         """
-        return self._weight_gradients.mode
+        return self._weight_gradients[0].mode
 
     @wgrad.setter
     def wgrad(self, mode: WgradMode) -> None:
-        gradients = self._weight_gradients
         if mode not in get_args(WgradMode):
             raise ValueError(f"expected wgrad to be one of {', '.join(get_args(WgradMode))} but got {mode!r}")
-        if gradients.owed:
-            raise ValueError(
-                f"expected no owed weight gradient in layer {gradients.name!r} but got {len(gradients.owed)}; call "
-                "backward_dw() for each, or discard_dw()"
-            )
-        gradients.mode = mode
+        for gradients in self._weight_gradients:
+            if gradients.owed:
+                raise ValueError(
+                    f"expected no owed weight gradient in layer {gradients.name!r} but got {len(gradients.owed)}; call "
+                    "backward_dw() for each, or discard_dw()"
+                )
+        for gradients in self._weight_gradients:
+            gradients.mode = mode
 
     def backward_dw(self) -> None:
-        """Compute the weight and bias gradient of the oldest backward that lacks them, and add to `.grad`.
+        """Compute the weight and bias gradients of the oldest backward that lacks them, and add to `.grad`.
 
         Call it once per backward of this layer, in the step scope or behind it. Its operands are then freed.
 
         Raises:
             ScheduleMismatch: no backward lacks them.
         """
-        gradients = self._weight_gradients
-        if not gradients.owed:
+        owing = [gradients for gradients in self._weight_gradients if gradients.owed]
+        if not owing:
+            first = self._weight_gradients[0]
             raise ScheduleMismatch(
-                f"backward_dw() of layer {gradients.name!r} expects a backward before it but no weight gradient is "
-                f"owed (wgrad is {gradients.mode!r}; a backward under a shut gate owes none); call it once per "
+                f"backward_dw() of layer {first.name!r} expects a backward before it but no weight gradient is "
+                f"owed (wgrad is {first.mode!r}; a backward under a shut gate owes none); call it once per "
                 "backward with wgrad='deferred'"
             )
-        gradients.owed.popleft().accumulate()
+        for gradients in owing:
+            gradients.owed.popleft().accumulate()
 
     def discard_dw(self) -> None:
         """Forget all owed weight gradients, after a step that failed."""
-        self._weight_gradients.owed.clear()
+        for gradients in self._weight_gradients:
+            gradients.owed.clear()
 
     def take_owed(self) -> list[OwedGradient]:
-        """Hand over all that is owed, oldest first."""
-        taken = list(self._weight_gradients.owed)
-        self._weight_gradients.owed.clear()
+        """Hand over all that is owed, oldest first for each product."""
+        taken = [owed for gradients in self._weight_gradients for owed in gradients.owed]
+        self.discard_dw()
         return taken

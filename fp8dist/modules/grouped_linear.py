@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,20 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ._declare import declare_slots
 from ._functional import check_choice
 from ._multiply import gradients, multiply
 from ._products import update_guards
+from ._split import SplitsBackward, WeightGradients
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
 PATHS = ("grouped", "looped")
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(SplitsBackward):
     """One linear layer per local expert, over tokens that are sorted by expert.
 
     Experts go by their global index, so they keep their scales when expert parallelism moves them.
-    One without tokens records nothing, not even its weight, and gets gradients of zero.
+    One without tokens records nothing, not even its weight, and gets gradients of zero. Its weight
+    gradients can be forked, one expert after the other, but not deferred: an expert's weight is a part of a parameter.
 
     Attributes:
         weight: [num_experts_local, out_features, in_features].
@@ -87,15 +87,18 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
         slots = [
-            declare_slots(
-                coordinator, f"{name}.expert.{expert_offset + i}", self, "weight", index=i, sharded=sharded
+            LinearSlots.declare(
+                coordinator,
+                f"{name}.expert.{expert_offset + i}",
+                self,
+                index=i,
+                sharded=sharded,
             )
             for i in range(num_experts_local)
         ]
         held = tuple(s for s in slots if s is not None)  # one shape, so all or none
         self.slots = held or None
-        # Whoever looks for the slots of a module looks into tuples of slots, not into tuples of those.
-        self._flat_slots = tuple(chain.from_iterable(held))
+        self._weight_gradients = (WeightGradients(name),)
         self._notices = Notices(name)
 
     def reset_parameters(self) -> None:
@@ -123,7 +126,7 @@ class GroupedLinear(nn.Module):
         autocast = torch.is_autocast_enabled(input.device.type)
         check_operands(input, self.weight[0], autocast=autocast)
         counts = self._check_counts(input, tokens_per_expert)
-        if self.slots is None or self.path == "looped" or not self.slots[0].input.scope.enabled:
+        if self.slots is None or self.path == "looped" or self.wgrad != "fused" or not self._fp8:
             return self._looped(input, counts)
         out_dtype = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
         bias = self.bias if self.bias is None else self.bias.to(out_dtype)
@@ -156,13 +159,25 @@ class GroupedLinear(nn.Module):
             )
         return counts
 
+    @property
+    def _fp8(self) -> bool:
+        return self.slots is not None and self.slots[0].input.scope.enabled
+
     def _looped(self, input: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """The reference: the layers one after the other."""
         slots: Sequence[LinearSlots | None] = self.slots or [None] * self.num_experts_local
         biases = [None] * self.num_experts_local if self.bias is None else self.bias.unbind(0)
         outputs = [
             # No tokens: nothing to record, but part of the graph, so that every gradient is zero and not None.
-            linear(x, weight, bias, slot, training=self.training, notices=self._notices)
+            linear(
+                x,
+                weight,
+                bias,
+                slot,
+                training=self.training,
+                notices=self._notices,
+                wgrad=self._weight_gradients[0],
+            )
             if len(x)
             else F.linear(x, weight, bias)
             for x, weight, bias, slot in zip(

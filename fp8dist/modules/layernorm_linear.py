@@ -82,7 +82,7 @@ class LayerNormLinear(SplitsBackward):
         self.reset_parameters()
         self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
-        self._weight_gradients = WeightGradients(name)
+        self._weight_gradients = (WeightGradients(name),)
 
     def reset_parameters(self) -> None:
         """Initialize as `nn.LayerNorm` and `nn.Linear` do."""
@@ -116,7 +116,7 @@ class LayerNormLinear(SplitsBackward):
             self.slots,
             training=self.training,
             notices=self._notices,
-            wgrad=self._weight_gradients,
+            wgrad=self._weight_gradients[0],
         )
         return (output, normalized) if self.return_layernorm_output else output
 

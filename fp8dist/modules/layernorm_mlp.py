@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ._declare import declare_slots
 from ._functional import ACTIVATIONS, check_choice, normalize
+from ._split import SplitsBackward, WeightGradients
 from .layernorm_linear import NORMALIZATIONS
-from .linear import Notices, Registrar, check_operands, describe, linear
+from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(SplitsBackward):
     """`fc2(activation(fc1(norm(x))))`: norm and activation in high precision, both products in FP8.
 
     Attributes:
@@ -91,8 +91,13 @@ class LayerNormMLP(nn.Module):
         self.reset_parameters()
         if not name:  # before `.fc1` hides it
             raise ValueError("an FP8 layer needs a name, expected its global FQN but got ''; pass name=")
-        self.fc1_slots = declare_slots(coordinator, f"{name}.fc1", self, "fc1_weight", sharded=sharded)
-        self.fc2_slots = declare_slots(coordinator, f"{name}.fc2", self, "fc2_weight", sharded=sharded)
+        self.fc1_slots = LinearSlots.declare(
+            coordinator, f"{name}.fc1", self, weight="fc1_weight", sharded=sharded
+        )
+        self.fc2_slots = LinearSlots.declare(
+            coordinator, f"{name}.fc2", self, weight="fc2_weight", sharded=sharded
+        )
+        self._weight_gradients = (WeightGradients(f"{name}.fc1"), WeightGradients(f"{name}.fc2"))
         self._fc1_notices, self._fc2_notices = Notices(f"{name}.fc1"), Notices(f"{name}.fc2")
 
     def reset_parameters(self) -> None:
@@ -130,6 +135,7 @@ class LayerNormMLP(nn.Module):
             self.fc2_slots,
             training=self.training,
             notices=self._fc2_notices,
+            wgrad=self._weight_gradients[1],
         )
         return (output, normalized) if self.return_layernorm_output else output
 
@@ -145,6 +151,7 @@ class LayerNormMLP(nn.Module):
             self.fc1_slots,
             training=self.training,
             notices=self._fc1_notices,
+            wgrad=self._weight_gradients[0],
         )
         return ACTIVATIONS[self.activation].apply(hidden), normalized
 

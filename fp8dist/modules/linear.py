@@ -68,6 +68,8 @@ class LinearSlots(NamedTuple):
         name: str,
         module: nn.Module,
         *,
+        weight: str = "weight",
+        index: int | None = None,
         sharded: bool = False,
         weight_slot: Slot | None = None,
     ) -> LinearSlots | None:
@@ -76,30 +78,36 @@ class LinearSlots(NamedTuple):
         Args:
             coordinator: declares the slots.
             name: the layer's global name.
-            module: its `weight` is [out_features, in_features]; a DTensor counts with its global shape.
+            module: holds the weight; may be dropped later.
+            weight: the attribute of `module` that is the weight, [out_features, in_features]; a DTensor
+                counts with its global shape.
+            index: the weight is this part of a parameter [n, out_features, in_features].
             sharded: ranks hold different parts of this weight under one name.
             weight_slot: the slot of this very weight, if another layer declared it.
 
         Raises:
             ValueError: `name` is empty or taken, or the weight is no parameter.
         """
-        weight = module.weight
         if not name:
             raise ValueError("an FP8 layer needs a name, expected its global FQN but got ''; pass name=")
-        if not isinstance(weight, nn.Parameter):
+        if not isinstance(getattr(module, weight), nn.Parameter):
             raise ValueError(
                 f"expected the weight of {name!r} to be a Parameter but got a plain tensor (weight_norm and "
                 "pruning compute one per forward); leave this layer in high precision"
             )
-        out_features, in_features = weight.shape
-        if weight.numel() == 0 or not fp8_shape(in_features, out_features):
+        source = _WeightOf(module, weight, index)
+        now = source()
+        assert now is not None, "the caller holds the module"
+        out_features, in_features = now.shape
+        if now.numel() == 0 or not fp8_shape(in_features, out_features):
             return None
         if weight_slot is None:
-            shape = tuple(weight.shape)
             weight_slot = coordinator.declare(
-                f"{name}.weight", shape=shape, weight=_WeightOf(module), sharded=sharded
+                f"{name}.weight", shape=tuple(now.shape), weight=source, sharded=sharded
             )
-        module.register_load_state_dict_post_hook(_weights_loaded)
+        # The hook knows its slot, so that one module can have several, and that a layer made from this one
+        # can share its hooks.
+        module.register_load_state_dict_post_hook(partial(_weight_loaded, weight_slot))
         return cls(
             input=coordinator.declare(f"{name}.input", shape=None),
             weight=weight_slot,
@@ -108,23 +116,24 @@ class LinearSlots(NamedTuple):
 
 
 class _WeightOf:
-    """Asks a layer for the weight it has now: `to_empty` and `fully_shard` put another one in its place."""
+    """Asks a module for a weight it has now: `to_empty` and `fully_shard` put another one in its place."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # a layer that is dropped must not live on in the coordinator
+    def __init__(self, module: nn.Module, attribute: str, index: int | None) -> None:
+        self._module = weakref.ref(module)  # a module that is dropped must not live on in the coordinator
+        self._attribute = attribute
+        self._index = index
 
     def __call__(self) -> torch.Tensor | None:
         module = self._module()
-        weight = None if module is None else module.weight
-        assert weight is None or isinstance(weight, torch.Tensor)
-        return weight
+        if module is None:
+            return None
+        weight: torch.Tensor = getattr(module, self._attribute)
+        return weight if self._index is None else weight.detach()[self._index]
 
 
-def _weights_loaded(module: nn.Module, incompatible_keys: object) -> None:
-    """The history of the old weights says nothing of the new ones."""
-    slots = module.slots
-    assert isinstance(slots, LinearSlots)
-    slots.weight.scope.reloaded.add(slots.weight.name)
+def _weight_loaded(slot: Slot, module: nn.Module, incompatible_keys: object) -> None:
+    """The history of the old weight says nothing of the new one."""
+    slot.scope.reloaded.add(slot.name)
 
 
 def fp8_shape(in_features: int, out_features: int) -> bool:
@@ -324,7 +333,7 @@ class Linear(SplitsBackward, nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.slots = LinearSlots.declare(coordinator, name, self, sharded=sharded)
         self._notices = Notices(name)
-        self._weight_gradients = WeightGradients(name)
+        self._weight_gradients = (WeightGradients(name),)
 
     @classmethod
     def from_linear(
@@ -359,7 +368,7 @@ class Linear(SplitsBackward, nn.Linear):
             coordinator, name, module, sharded=sharded, weight_slot=weight_slot
         )
         module._notices = Notices(name)
-        module._weight_gradients = WeightGradients(name)
+        module._weight_gradients = (WeightGradients(name),)
         return module
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -371,7 +380,7 @@ class Linear(SplitsBackward, nn.Linear):
             self.slots,
             training=self.training,
             notices=self._notices,
-            wgrad=self._weight_gradients,
+            wgrad=self._weight_gradients[0],
         )
 
     def extra_repr(self) -> str:

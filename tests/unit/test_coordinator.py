@@ -455,3 +455,13 @@ def test_five_hundred_steps_leave_nothing_behind() -> None:
         with coordinator.step():
             backward(model)
     assert live() <= before
+
+
+def test_weights_loaded_before_the_first_step_are_seeded_from_what_was_loaded() -> None:
+    model, coordinator = model_and_coordinator()
+    weights = {name: value * 50 for name, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    with coordinator.step():
+        assert model[0].slots.weight.warm.item()
+        expected = torch.div(torch.tensor(448.0), weights["0.weight"].abs().max())
+        assert model[0].slots.weight.scale.item() == expected.item()

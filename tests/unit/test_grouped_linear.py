@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fp8dist as f8
+from fp8dist._declarations import slots_of
 from fp8dist.errors import MissingScope
 from fp8dist.modules.grouped_linear import GroupedLinear
 from fp8dist.modules.linear import Linear
@@ -318,7 +319,7 @@ def test_each_expert_declares_itself_by_its_global_index():
     assert twin.slots[1].weight is module.slots[1].weight
     twin.load_state_dict(module.state_dict())
     assert coordinator.scope.reloaded == {"a.expert.6.weight", "a.expert.7.weight"}
-    assert set(coordinator.slots.values()) == set(module._flat_slots)
+    assert set(coordinator.slots.values()) == set(slots_of(module))
     source = declared["weight"]
     del module
     assert source() is None

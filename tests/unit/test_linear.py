@@ -321,3 +321,12 @@ def test_two_layers_compile_into_one_graph_with_the_same_bits():
         assert torch.equal(ours, theirs)
     assert runs[0][1] == runs[1][1]
     assert len(runs[0][1]) == 6
+
+
+def test_the_layer_it_was_made_from_still_loads_its_weights():
+    coordinator = FakeCoordinator()
+    plain = nn.Linear(32, 16)
+    module = Linear.from_linear(plain, coordinator, "a")
+    plain.load_state_dict({"weight": torch.ones(16, 32), "bias": torch.ones(16)})
+    assert torch.equal(module.weight, torch.ones(16, 32))
+    assert coordinator.scope.reloaded == {"a.weight"}

@@ -326,7 +326,7 @@ def test_operands_are_freed_when_they_are_paid() -> None:
     coordinator, module = build("deferred")
     with coordinator.step():
         module(randn(32, 32)).backward(randn(32, 16))
-    (owed,) = module._weight_gradients.owed
+    (owed,) = module._weight_gradients[0].owed
     gq, xq = owed.operands
     assert (gq.data.dtype, xq.data.dtype) == (E5M2, E4M3)
     alive = [weakref.ref(gq.data), weakref.ref(xq.data)]
