@@ -28,6 +28,7 @@ from .errors import (
     ScopeError,
     TransportError,
 )
+from .modules._fsdp import enable_fp8_all_gather
 from .modules.convert import convert
 from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
@@ -68,6 +69,7 @@ __all__ = [
     "backward_quantization_update_needed",
     "checkpoint",
     "convert",
+    "enable_fp8_all_gather",
     "quantization_backward_scope",
     "reduce_and_update_fp8_tensors",
     "reduce_and_update_quantization_state",

@@ -181,7 +181,10 @@ class SlotTable:
         )  # fmt: skip
         for name, position, scale, scale_inv, warm in views:
             slot = self.slots[name]
-            slot.amax, slot.scale, slot.scale_inv, slot.warm = cells[position], scale, scale_inv, warm
+            # `.data`: a version counter per cell. A compiled checkpoint keeps the cell for its recomputation,
+            # and what other slots record meanwhile is none of its business.
+            slot.amax = cells[position].data
+            slot.scale, slot.scale_inv, slot.warm = scale, scale_inv, warm
 
     # -- commit ------------------------------------------------------------------------------------------
 

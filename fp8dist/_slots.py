@@ -78,10 +78,11 @@ class Slot:
         self.scaled_max = scaled_max
         self.scope = scope
         self.casts: torch.Tensor | None = None
-        self.amax = torch.full((1,), ABSENT)
-        self.scale = torch.ones(1)
-        self.scale_inv = torch.ones(1)
-        self.warm = torch.full((1,), warm)
+        # On the CPU also where models are made on the meta device.
+        self.amax = torch.full((1,), ABSENT, device="cpu")
+        self.scale = torch.ones(1, device="cpu")
+        self.scale_inv = torch.ones(1, device="cpu")
+        self.warm = torch.full((1,), warm, device="cpu")
 
     @property
     def backward(self) -> bool:

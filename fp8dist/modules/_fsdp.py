@@ -90,10 +90,9 @@ def _new_weights(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
                 "enable_fp8_all_gather before fully_shard (tensor-parallel weights cannot be gathered in FP8)"
             )
         values = weight.detach()
-        if weight in new or isinstance(values, ShardedWeight):
-            continue
-        new[weight] = nn.Parameter(ShardedWeight(values, slot), requires_grad=weight.requires_grad)
-        vars(new[weight]).update(vars(weight))
+        if not isinstance(values, ShardedWeight):
+            new[weight] = nn.Parameter(ShardedWeight(values, slot), requires_grad=weight.requires_grad)
+            vars(new[weight]).update(vars(weight))
     return new
 
 
