@@ -49,7 +49,7 @@ def quantize(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | Non
             f"expected slot {slot.name!r} on {x.device} like its tensor but got {slot.scale.device}; move "
             "the model before the first step (or before freeze())"
         )
-    if record:
+    if record and not torch.compiler.is_compiling():  # a trace may not change an object (up to torch 2.12)
         slot.scope.record()
     cell = slot.amax if amax is None else amax
     casts = slot.casts if record else None
