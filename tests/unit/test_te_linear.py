@@ -15,14 +15,14 @@ RUNS: list[dict[str, Any]] = torch.load(
 )["linear"]
 
 
-def build(run: dict[str, Any]) -> tuple[f8.Linear, f8.ReductionGroupCoordinator]:
+def build(run: dict[str, Any], **options: Any) -> tuple[f8.Linear, f8.ReductionGroupCoordinator]:
     recipe = f8.DelayedScaling(
         rule_set="te_fused",
         first_step="unit",
         amax_history_len=run["amax_history_len"],
         amax_compute_algo=run["amax_compute_algo"],
     )
-    coordinator = f8.ReductionGroupCoordinator(recipe)
+    coordinator = f8.ReductionGroupCoordinator(recipe, **options)
     linear = f8.Linear(run["H"], run["F"], coordinator=coordinator, name="a", dtype=torch.bfloat16)
     with torch.no_grad():
         linear.weight.copy_(run["weight"])
@@ -38,16 +38,26 @@ def te_history(coordinator: f8.ReductionGroupCoordinator, *names: str) -> torch.
     return rows
 
 
+@pytest.mark.parametrize("how", ["a step per entry", "autocast"])
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r['amax_compute_algo']}-{r['microbatches']}")
-def test_a_linear_layer_follows_the_recording(run: dict[str, Any]) -> None:
-    """Transformer Engine updates in every microbatch, so each entry is one step here."""
-    linear, coordinator = build(run)
+def test_a_linear_layer_follows_the_recording(run: dict[str, Any], how: str) -> None:
+    """Transformer Engine updates in every microbatch: at the autocast's exit, and at the backward's end."""
+    if how == "autocast":
+        linear, coordinator = build(run, trigger="backward_end", update_every="microbatch")
+        coordinator.as_default()
+    else:
+        linear, coordinator = build(run)
     for index, entry in enumerate(run["steps"]):
         x = entry["x"].clone().requires_grad_()
         linear.weight.grad = linear.bias.grad = None
-        with coordinator.step(index):
-            y = linear(x)
+        if how == "autocast":
+            with f8.autocast():
+                y = linear(x)
             y.backward(entry["dy"])
+        else:
+            with coordinator.step(index):
+                y = linear(x)
+                y.backward(entry["dy"])
         scales = coordinator.scales()
         for key, names in (("fwd", ("a.input", "a.weight")), ("bwd", ("a.grad_output",))):
             expected = entry[f"{key}_history"][:, : len(names)]
@@ -61,6 +71,7 @@ def test_a_linear_layer_follows_the_recording(run: dict[str, Any]) -> None:
             difference = (mine.float() - entry[name].float()).abs()
             assert (difference == 0).float().mean() > 0.97, (index, name)
             assert difference.max() <= 2**-7 * entry[name].float().abs().max(), (index, name)
+    coordinator.close()
 
 
 def test_the_recording_saturates_and_flushes() -> None:
