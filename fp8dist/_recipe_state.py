@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._amax import ABSENT, scales_of
+
 if TYPE_CHECKING:
     from .recipe import DelayedScaling, Recipe
 
-ABSENT = -1.0  # the amax of a tensor that nobody ran in this step
 _FP32 = torch.finfo(torch.float32)
 
 
@@ -51,7 +52,6 @@ class RecipeState:
         self.history = torch.full((recipe.history_len, n), ABSENT, device=self.device)
         self.head = 0
         self.nonfinite = torch.zeros(n, dtype=torch.int64, device=self.device)
-        # A tensor, since torch turns number / tensor into number * reciprocal, which rounds twice.
         self._scaled_max = torch.tensor(recipe.scaled_max(backward), device=self.device)
         self._undo: tuple[int, Any] | None = None
 
@@ -120,8 +120,8 @@ class RecipeState:
         self._undo = None
 
     def _scales(self, amax: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """Scales of usable amaxes. They stay normal numbers, so that their inverses are finite."""
-        return torch.div(self._scaled_max, amax).clamp_(_FP32.tiny, _FP32.max)
+        """Scales of usable amaxes."""
+        return scales_of(amax, self._scaled_max)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors that a commit may change, by name."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ._amax import ABSENT
 from ._header import INT32_MIN, MASK31, Part, header_words
 from ._layout import EMPTY, Layout, is_backward
 from ._recipe_state import RecipeState
 from ._scope import ScopeState
-from ._slots import ABSENT, Slot
+from ._slots import Slot
 from .recipe import Recipe
 
 

@@ -16,31 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._amax import ABSENT, record_amax, tensor_amax
+
 if TYPE_CHECKING:
     from ._scope import ScopeState
 
 ROLES = ("input", "weight", "grad_output")
-ABSENT = -1.0  # the amax of a tensor that nobody ran in this step; sorts below 0.0 as float and as int32
-
-
-def record_amax(cell: torch.Tensor, amax: torch.Tensor) -> None:
-    """Raise `cell` to `amax` in place; NaN wins.
-
-    Works on the int32 bits: amaxes are >= 0, where integer order is float order and a positive NaN is
-    largest. The sign bit is masked, since 0/0 gives a negative NaN that would lose an integer MAX.
-
-    Args:
-        cell: float32, one element, a slot's amax.
-        amax: float32, one element.
-    """
-    bits = cell.view(torch.int32)
-    torch.maximum(bits, amax.detach().reshape(1).view(torch.int32) & 0x7FFFFFFF, out=bits)
-
-
-def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest absolute value of a non-empty floating tensor as a float32 scalar; NaN if any value is NaN."""
-    low, high = torch.aminmax(x.detach())
-    return torch.maximum(low.abs(), high.abs()).float()
 
 
 class Slot:

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch.distributed.tensor import DTensor
 
-from ._slots import ABSENT, tensor_amax
+from ._amax import ABSENT, tensor_amax
 from .modules._fsdp import GatheredWeight
 
 _SAMPLES = 4096

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import Store
 
 from . import _decisions, _state
+from ._amax import ABSENT
 from ._declarations import Declarations, WeightSource, slots_of
 from ._header import INT32_MIN, Header, Part, Tag, Verdict, decode, encode, tag_words
 from ._layout import layout_from_plain
@@ -32,7 +33,7 @@ from ._negotiate import Negotiator
 from ._notes import NOTE_GRACE, Notes
 from ._scope import ScopeState
 from ._slot_table import Columns, SlotTable
-from ._slots import ABSENT, Slot
+from ._slots import Slot
 from ._stall import StallInspector
 from ._step import Step, origin, phase
 from ._triggers import OutsideScope, Trigger, UpdateEvery

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._slots import Slot, record_amax, tensor_amax
+from .._amax import record_amax, scales_of, tensor_amax
+from .._slots import Slot
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,10 +69,7 @@ def scale_from_amax(amax: torch.Tensor, scaled_max: float) -> torch.Tensor:
         amax: float32, any shape.
         scaled_max: largest value after scaling.
     """
-    # A Python number over a tensor is computed as a reciprocal, which is off by one ulp now and then.
-    # It stays a normal number, so that its inverse is finite.
-    limits = torch.finfo(torch.float32)
-    scale = torch.clamp(torch.full_like(amax, scaled_max) / amax, limits.tiny, limits.max)
+    scale = scales_of(amax, torch.full_like(amax, scaled_max))
     usable = (amax > 0) & torch.isfinite(amax)
     return torch.where(usable, scale, 1.0)
 

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .._slots import Slot, record_amax, tensor_amax
+from .._amax import record_amax, tensor_amax
+from .._slots import Slot
 from ..kernels.quantize import Quantized, scale_from_amax
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .layernorm_linear import NORMALIZATIONS
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 class Activation(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._slots import ABSENT, Slot, record_amax
+from .._amax import ABSENT, record_amax
+from .._slots import Slot
 from ..kernels.gemm import dequantize, scaled_mm, supported
 from ..kernels.quantize import Quantized, quantize
 from ._fsdp import GatheredWeight

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ._functional import NORMALIZATIONS, check_choice, normalize
 from ._split import SplitsBackward, WeightGradients
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
-
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 class LayerNormLinear(SplitsBackward):
@@ -63,10 +61,7 @@ class LayerNormLinear(SplitsBackward):
             ValueError: an unknown normalization; the name is empty or taken.
         """
         super().__init__()
-        if normalization not in NORMALIZATIONS:
-            raise ValueError(
-                f"expected normalization to be one of {', '.join(NORMALIZATIONS)} but got {normalization!r}"
-            )
+        check_choice("normalization", normalization, NORMALIZATIONS)
         self.in_features, self.out_features = in_features, out_features
         self.eps = eps
         self.normalization = normalization
@@ -104,11 +99,9 @@ class LayerNormLinear(SplitsBackward):
             [..., out_features], or with `return_layernorm_output` a pair of it and the normalized input.
         """
         check_operands(input, self.weight, autocast=torch.is_autocast_enabled(input.device.type))
-        shape = (self.in_features,)
-        if self.normalization == "RMSNorm":
-            normalized = F.rms_norm(input, shape, self.layer_norm_weight, self.eps)
-        else:
-            normalized = F.layer_norm(input, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        normalized = normalize(
+            input, self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps
+        )
         output = linear(
             normalized,
             self.weight,

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ._functional import ACTIVATIONS, check_choice, normalize
+from ._functional import ACTIVATIONS, NORMALIZATIONS, check_choice, normalize
 from ._split import SplitsBackward, WeightGradients
-from .layernorm_linear import NORMALIZATIONS
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
 

@@ -230,3 +230,15 @@ def run_pipeline(
         run.weights = {n: p.detach().clone() for part in parts for n, p in part.named_parameters()}
         assert coordinator.stats.commits == steps
     return run
+
+
+def assert_equal_bits(run: Run, reference: Run, last: bool) -> None:
+    """Slots of every step, losses (on the rank of the `last` stage) and weights of this rank."""
+    for step, (mine, expected) in enumerate(zip(run.slots, reference.slots, strict=True)):
+        for name, state in mine.items():
+            assert state == expected[name], f"step {step}, slot {name}"
+    if last:
+        assert run.losses == reference.losses
+    assert run.weights
+    for name, weight in run.weights.items():
+        assert torch.equal(weight, reference.weights[name]), name

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import World
-from pipelines import LAYERS, RECIPE, SCHEDULES, Part, Run, run_alone, run_pipeline
+from pipelines import LAYERS, RECIPE, SCHEDULES, Part, Run, assert_equal_bits, run_alone, run_pipeline
 
 import fp8dist as f8
 
@@ -23,16 +23,6 @@ def own_group(world: World) -> dist.ProcessGroup:
 @pytest.fixture(scope="module")
 def reference(own_group: dist.ProcessGroup) -> Run:
     return run_alone(own_group, STEPS)
-
-
-def assert_equal_bits(run: Run, reference: Run, last: bool) -> None:
-    for step, (mine, expected) in enumerate(zip(run.slots, reference.slots, strict=True)):
-        for name, state in mine.items():
-            assert state == expected[name], f"step {step}, slot {name}"
-    if last:
-        assert run.losses == reference.losses
-    for name, weight in run.weights.items():
-        assert torch.equal(weight, reference.weights[name]), name
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved1f1b"])

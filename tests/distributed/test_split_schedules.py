@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import World
-from pipelines import LAYERS, MICROBATCHES, SPLIT, Run, build, run_alone, run_pipeline, stages_of
+from pipelines import (
+    LAYERS,
+    MICROBATCHES,
+    SPLIT,
+    Run,
+    assert_equal_bits,
+    build,
+    run_alone,
+    run_pipeline,
+    stages_of,
+)
 from torch import nn
 
 import fp8dist as f8
@@ -30,17 +40,6 @@ def own_group(world: World) -> dist.ProcessGroup:
 @pytest.fixture(scope="module")
 def reference(own_group: dist.ProcessGroup) -> Run:
     return run_alone(own_group, STEPS)
-
-
-def assert_equal_bits(run: Run, reference: Run, last: bool) -> None:
-    for step, (mine, expected) in enumerate(zip(run.slots, reference.slots, strict=True)):
-        for name, state in mine.items():
-            assert state == expected[name], f"step {step}, slot {name}"
-    if last:
-        assert run.losses == reference.losses
-    assert run.weights
-    for name, weight in run.weights.items():
-        assert torch.equal(weight, reference.weights[name]), name
 
 
 def holds_last(name: str, world: World) -> bool:

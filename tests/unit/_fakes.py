@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from fp8dist._amax import ABSENT
 from fp8dist._scope import ScopeState
-from fp8dist._slots import ABSENT, Slot
+from fp8dist._slots import Slot
 from fp8dist.modules.linear import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -10,7 +10,7 @@ from _fakes import make_linear as make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8dist._slots import ABSENT
+from fp8dist._amax import ABSENT
 from fp8dist.errors import MissingScope
 
 ROLES = ("input", "weight", "grad_output")

@@ -10,7 +10,8 @@ import torch
 from _fakes import E4M3, E5M2, FP8_MAX, FakeCoordinator, round_to_fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8dist._slots import ABSENT, Slot
+from fp8dist._amax import ABSENT
+from fp8dist._slots import Slot
 from fp8dist.kernels.quantize import quantize, scale_from_amax
 
 FORMATS = [E4M3, E5M2]
