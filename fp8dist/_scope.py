@@ -26,21 +26,34 @@ class ScaleTape:
 
     Attributes:
         written: the first forward is over.
+        outer: the tape of the region around it, while it runs.
     """
 
     def __init__(self) -> None:
         self.written = False
+        self.outer: ScaleTape | None = None
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
 
     def play(self, scale: torch.Tensor, warm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale to use: the given one the first time, which is kept, and the kept one the second time."""
         if not self.written:
+            if self.outer is not None:
+                scale, warm = self.outer.play(scale, warm)
             self._scales.append((scale.clone(), warm.clone()))
             return scale, warm
         kept = self._scales[self._next]
-        self._next = (self._next + 1) % len(self._scales)
+        self._next += 1
         return kept
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this region, or one around it, runs for the second time."""
+        return self.written or (self.outer is not None and self.outer.replaying)
+
+    def rewind(self) -> None:
+        """Start over; a recompute may have stopped early."""
+        self._next = 0
 
 
 class ScopeState:
@@ -93,7 +106,7 @@ class ScopeState:
     @property
     def recording(self) -> bool:
         """True where an amax seen now belongs into its slot."""
-        replaying = self.tape is not None and self.tape.written
+        replaying = self.tape is not None and self.tape.replaying
         return (self._open or self.implicit) and not (self._paused or self.stateless or replaying)
 
     @property
@@ -144,10 +157,13 @@ class ScopeState:
     def taping(self, tape: ScaleTape) -> Iterator[None]:
         """Run a checkpointed region: keep its scales the first time, replay them and record nothing the second."""
         outer, self.tape = self.tape, tape
+        tape.outer = outer
+        tape.rewind()
         try:
             yield
         finally:
             self.tape = outer
+            tape.outer = None
             tape.written = True
 
     @contextmanager

@@ -118,6 +118,13 @@ class SlotTable:
         split = self._n_forward_union
         rows = {Part.BOTH: self.row, Part.FORWARD: self.row[:split], Part.BACKWARD: self.row[split:]}
         rows[part].fill_(ABSENT)
+        if self.has_new_slots:
+            self._reset_new_slots(part)
+
+    def _reset_new_slots(self, part: Part) -> None:
+        for name, slot in self.slots.items():
+            if name not in self._index and (Part.BACKWARD if slot.backward else Part.FORWARD) in part:
+                slot.amax.fill_(ABSENT)
 
     def replace_words(self) -> None:
         """Take a fresh buffer, because an abandoned reduction may still write into the old one."""

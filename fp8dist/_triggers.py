@@ -105,11 +105,20 @@ class OutsideScope:
         scope.on_record, scope.on_request = self._on_record, self._on_request
 
     def _on_record(self) -> None:
-        if self._end.lost:  # that backward raised: what it recorded belongs to no step
-            self._end.forget()
-            self._coordinator.drop_recorded()
+        self.drop_lost()
         if self._coordinator.trigger == "backward_end" and not self._deferred:
             self._end.arm()  # a recompute, whose forward runs in the very task that is to commit
+
+    @property
+    def lost(self) -> bool:
+        """Whether the last backward that was to commit has raised."""
+        return self._end.lost
+
+    def drop_lost(self) -> None:
+        """Forget what a backward recorded that raised, because it belongs to no step."""
+        if self._end.lost:
+            self._end.forget()
+            self._coordinator.drop_recorded()
 
     def _on_request(self) -> None:
         if self._deferred or self._coordinator.trigger == "next_autocast":

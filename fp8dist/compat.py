@@ -138,6 +138,8 @@ def autocast(
     """
     coordinator = _process.find(recipe, amax_reduction_group)
     scope = coordinator.request_handle
+    if _process.depth == 0:
+        coordinator.drop_lost()
     training = (enabled or calibrating) and torch.is_grad_enabled()
     if _process.depth == 0 and training and _may_commit(coordinator):
         coordinator.enter_training_autocast()

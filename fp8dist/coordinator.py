@@ -375,6 +375,7 @@ class ReductionGroupCoordinator:
         except BaseException as cause:
             self._broken = cause
             self._aborts += 1
+            self._scope.committed()
             if not isinstance(cause, Fp8DistError):  # KeyboardInterrupt in the wait, a rule that raised
                 self._notes.leave(self._transport.rank, step.tag, _named(cause), origin(cause))
             raise
@@ -485,11 +486,16 @@ class ReductionGroupCoordinator:
     def drop_recorded(self) -> None:
         """Forget what was recorded since the last commit, because it belongs to no step."""
         self._table.reset_row()
+        self._scope.committed()
+
+    def drop_lost(self) -> None:
+        """Forget what a backward recorded that was to commit at its end and raised."""
+        self._outside.drop_lost()
 
     @property
     def pending(self) -> bool:
         """Whether a backward has asked for an update that has not run."""
-        return self._scope.requested and not self._open
+        return self._scope.requested and not self._open and not self._outside.lost
 
     def enter_training_autocast(self) -> None:
         """A top-level autocast opens: with `next_autocast`, commit what came since the one before it.
@@ -655,7 +661,7 @@ class ReductionGroupCoordinator:
                 self._pending = self._transport.start_max(words)
             except TransportError as also:
                 logger.debug("the abort of step %r could not be sent: %s", step.tag, also)
-        self._table.reset_row()
+        self.drop_recorded()
         error.add_note(
             f"fp8dist: rank {self._transport.rank} left step {step.tag!r} (scope opened at {step.place}) by this "
             "exception, so no rank commits it. Peers that wait in the scope's exit get PeerAborted at once; peers "

@@ -1,6 +1,16 @@
 """Lies here so that pytest puts this folder on `sys.path`: tests of every part import `forkpool`."""
 
+import pytest
 import torch
 
 # Two cores and up to four ranks: a thread pool per rank would only make them wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How far the random search of `test_topologies.py` goes."""
+    group = parser.getgroup("fp8dist")
+    group.addoption(
+        "--topologies", type=int, default=0, help="random topologies for each property (0: a few)"
+    )
+    group.addoption("--topologies-seed", type=int, default=0, help="first seed of that search")
