@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,7 @@ class RecipeState:
         self.nonfinite = torch.zeros(n, dtype=torch.int64, device=self.device)
         self._scaled_max = torch.tensor(recipe.scaled_max(backward), device=self.device)
         self._undo: tuple[int, Any] | None = None
+        self._prepared: Any = None
 
     def update(self, amax: torch.Tensor) -> None:
         """Take one step's amaxes into the state, in place. This is the rule; call `commit` instead.
@@ -76,12 +78,22 @@ class RecipeState:
         """`update(amax)`, so that `undo()` can take it back. If the rule raises, nothing has changed."""
         assert amax.shape == (self.n,), (amax.shape, self.n)
         assert amax.dtype == torch.float32, amax.dtype
-        self._undo = (self.head, self._snapshot())
+        prepared, self._prepared = self._prepared, None
+        self._undo = (self.head, self._snapshot() if prepared is None else prepared.record)
         try:
-            self.update(amax)
+            if prepared is None:
+                self.update(amax)
+            else:
+                self._update_prepared(amax, prepared)
         except BaseException:
             self.undo()
             raise
+
+    def prepare(self) -> None:
+        """Do what of the next commit does not need its amaxes, while these are being reduced. Changes nothing."""
+
+    def _update_prepared(self, amax: torch.Tensor, prepared: Any) -> None:
+        raise AssertionError("a rule that prepares something overrides this")
 
     @property
     def undoable(self) -> bool:
@@ -93,6 +105,7 @@ class RecipeState:
         if self._undo is None:
             return False
         (self.head, record), self._undo = self._undo, None
+        self._prepared = None
         self._restore(record)
         return True
 
@@ -117,7 +130,7 @@ class RecipeState:
         self.scale[where] = self._scales(amax[usable], self.scale[where])
         self.scale_inv[where] = self.scale[where].reciprocal()
         self.warm[where.cpu()] = True
-        self._undo = None
+        self._undo = self._prepared = None
 
     def _scales(self, amax: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """Scales of usable amaxes."""
@@ -169,7 +182,7 @@ class RecipeState:
         self.scale.copy_(scale)
         torch.reciprocal(self.scale, out=self.scale_inv)
         self.warm.copy_(warm)
-        self._undo = None
+        self._undo = self._prepared = None
 
     def _load_rows(self, rows: torch.Tensor) -> None:
         self.history.copy_(rows)
@@ -220,11 +233,21 @@ class DelayedState(RecipeState):
         return torch.where(scales > 0, scales.clamp(_FP32.tiny, _FP32.max), old)
 
 
+class _Prepared(NamedTuple):
+    """What a commit can know before its amaxes."""
+
+    record: Any
+    rest: torch.Tensor | None
+    """float32 [n], maximum of the rows that stay in the window; None if it is not wanted."""
+
+
 class AgingState(DelayedState):
     """Our rule: all windows move together, one ring row a step; a tensor that did not run enters -1.
 
     A slot becomes warm when a scale is first computed for it.
     """
+
+    _enter_moves_slots = False  # windows move together, so it is known beforehand which row goes
 
     def __init__(
         self, recipe: DelayedScaling, n: int, *, backward: bool, device: torch.device | str = "cpu"
@@ -244,13 +267,29 @@ class AgingState(DelayedState):
 
     def update(self, amax: torch.Tensor) -> None:
         """Enter the row, then recompute the scales of slots whose window has a usable maximum."""
+        self._apply(amax, None)
+
+    def prepare(self) -> None:
+        """Take the undo record and the maximum of the rows that stay."""
+        if type(self).update is not AgingState.update or self._enter_moves_slots:
+            return
+        rest = None
+        if self.recipe.amax_compute_algo == "max" and self.history.shape[0] > 1:
+            parts = (self.history[: self.head], self.history[self.head + 1 :])
+            rest = functools.reduce(torch.maximum, (part.amax(0) for part in parts if len(part)))
+        self._prepared = _Prepared(self._snapshot(), rest)
+
+    def _update_prepared(self, amax: torch.Tensor, prepared: _Prepared) -> None:
+        self._apply(amax, prepared.rest)
+
+    def _apply(self, amax: torch.Tensor, rest: torch.Tensor | None) -> None:
         self._clean = self._is_clean(amax)
         if not self._clean:
             torch.lt(amax, math.inf, out=self._finite)
             torch.logical_not(self._finite, out=self._lost)
             self.nonfinite.add_(self._lost)
-        self._enter(amax)
-        window = self._window_amax(amax)
+        entered = self._enter(amax)
+        window = self._window_amax(amax) if rest is None else torch.maximum(rest, entered)
         torch.gt(window, 0, out=self._usable)
         self._restrict(window)
         torch.where(self._usable, self._scales(window, self.scale), self.scale, out=self.scale)
@@ -263,13 +302,15 @@ class AgingState(DelayedState):
         """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
         return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
 
-    def _enter(self, amax: torch.Tensor) -> None:
+    def _enter(self, amax: torch.Tensor) -> torch.Tensor:
+        """Put the amaxes into the windows; return the row that holds them."""
         row = self.history[self.head]
         if self._clean or self._freezes:
             row.copy_(amax)
         else:
             torch.where(self._finite, amax, self._absent, out=row)
         self.head = (self.head + 1) % self.history.shape[0]
+        return row
 
     def _window_amax(self, amax: torch.Tensor) -> torch.Tensor:
         algo = self.recipe.amax_compute_algo
@@ -339,7 +380,9 @@ class HoldingState(AgingState):
         self.position = torch.zeros((1, n), dtype=torch.int64, device=self.device)
         self._real = torch.empty(n, dtype=torch.bool, device=self.device)
 
-    def _enter(self, amax: torch.Tensor) -> None:
+    _enter_moves_slots = True
+
+    def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         torch.ge(amax, 0, out=self._real)
         if not self._clean:
             if self._freezes:
@@ -349,6 +392,7 @@ class HoldingState(AgingState):
         oldest = self.history.gather(0, self.position)
         self.history.scatter_(0, self.position, torch.where(self._real, amax, oldest))
         self.position.add_(self._real).remainder_(self.history.shape[0])
+        return amax
 
     def _restrict(self, window: torch.Tensor) -> None:
         super()._restrict(window)

@@ -550,7 +550,9 @@ class ReductionGroupCoordinator:
         header = self._header(step)
         self._table.fill_header(encode(header), compare=self._reduces_amaxes)
         self._stall.publish("exit", self._serial, step.tag, step.place)
-        self._wait(self._transport.start_max(self._payload), step.tag)
+        work = self._transport.start_max(self._payload)
+        self._table.prepare(step.part)
+        self._wait(work, step.tag)
         return decode(self._table.header.tolist(), header.world)
 
     @property

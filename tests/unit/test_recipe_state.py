@@ -103,13 +103,23 @@ def run(state: RecipeState, rows: list[list[float]]) -> RecipeState:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=RULE_IDS[: len(OPTIONS)])
 @settings(max_examples=40, deadline=None)
-@given(rows=ROWS, margin=st.sampled_from([0, 3, -2, 64]), backward=st.booleans())
+@given(
+    rows=ROWS,
+    margin=st.sampled_from([0, 3, -2, 64]),
+    backward=st.booleans(),
+    prepared=st.lists(st.integers(0, 2), min_size=16, max_size=16),
+)
 def test_our_rule_equals_the_scalar_reference_bit_for_bit(
-    options: dict[str, Any], rows: list[list[float]], margin: int, backward: bool
+    options: dict[str, Any], rows: list[list[float]], margin: int, backward: bool, prepared: list[int]
 ) -> None:
+    """Also where commits were prepared, once or again after a step that was given up."""
     state = make(margin=margin, backward=backward, **options)
     slots = [ReferenceSlot(state.recipe, backward) for _ in range(N)]  # type: ignore[arg-type]
-    for row in rows:
+    for row, times in zip(rows, prepared, strict=False):
+        before = raw(state)
+        for _ in range(times):
+            state.prepare()
+        assert raw(state) == before, "preparing changes nothing"
         state.commit(torch.tensor(row))
         for slot, amax in zip(slots, row, strict=True):
             slot.step(amax)
@@ -126,12 +136,19 @@ def test_our_rule_equals_the_scalar_reference_bit_for_bit(
 
 @pytest.mark.parametrize("options", RULES, ids=RULE_IDS)
 @settings(max_examples=25, deadline=None)
-@given(rows=ROWS, cut=st.integers(0, 14), rejected=st.lists(AMAX, min_size=N, max_size=N))
+@given(
+    rows=ROWS,
+    cut=st.integers(0, 14),
+    rejected=st.lists(AMAX, min_size=N, max_size=N),
+    prepare=st.booleans(),
+)
 def test_an_undone_commit_leaves_no_trace(
-    options: dict[str, Any], rows: list[list[float]], cut: int, rejected: list[float]
+    options: dict[str, Any], rows: list[list[float]], cut: int, rejected: list[float], prepare: bool
 ) -> None:
     state = run(make(**options), rows[:cut])
     before = raw(state)
+    if prepare:
+        state.prepare()
     state.commit(torch.tensor(rejected))
     assert state.undoable
     assert state.undo()
@@ -150,6 +167,7 @@ def test_a_loaded_state_goes_on_as_if_never_stopped(
 ) -> None:
     whole = run(make(**options), rows[:cut])
     resumed = run(make(**options), rows[-2:])  # loading replaces whatever was there
+    resumed.prepare()
     resumed.load(whole.history_rows(), whole.scale, whole.warm)
     resumed.nonfinite.copy_(whole.nonfinite)
     assert logical(resumed) == logical(whole)
