@@ -1,0 +1,326 @@
+"""How the ranks of one reduction group update together: the steps of the protocol, without scopes and triggers.
+
+agree (through the store) ─▶ reduce: header + row, one MAX ─▶ judge ─▶ commit, or nothing on any rank
+                                   │ a rank fails: a note, and the same reduction with its flag up
+                                   ▼
+                              bring together: lowest generation, new communicator
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from . import _decisions
+from ._amax import ABSENT
+from ._declarations import Declarations
+from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode
+from ._layout import layout_from_plain
+from ._negotiate import Negotiator
+from ._notes import NOTE_GRACE, Notes
+from ._scope import ScopeState
+from ._slot_table import SlotTable
+from ._stall import StallInspector
+from ._step import Step, origin, phase
+from ._weights import seed_amax
+from .errors import CollectiveTimeout, TransportError
+from .recipe import Recipe
+from .transport import Transport, Work
+
+logger = logging.getLogger("fp8dist")
+
+FIRST_STEP_FACTOR = 3  # a first step may compile; it gets that many timeouts
+
+
+class UpdateProtocol:
+    """One rank's part in the updates of a reduction group: agree, reduce, commit or abort, recover.
+
+    The layer under `ReductionGroupCoordinator`: it knows no scopes and no triggers, and leaves locking to it.
+
+    Args:
+        recipe: how scales are made.
+        transport: reaches the group's ranks.
+        name: of the coordinator.
+        stall_warning: seconds until a waiting rank says who is missing, or None.
+        timeout: seconds until it gives up, or None.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        transport: Transport,
+        name: str,
+        stall_warning: float | None,
+        timeout: float | None,
+    ) -> None:
+        self.recipe = recipe
+        self.name = name
+        self._recipe_digest = recipe.digest()
+        self._reduces_amaxes = not recipe.stateless and bool(getattr(recipe, "reduce_amax", True))
+        self._timeout = timeout
+        self._transport = transport
+        self._scope = ScopeState(stateless=recipe.stateless)
+        self._table = SlotTable(recipe, self._scope)
+        self._declared = Declarations()
+        self._commits = self._aborts = self._generation = self._serial = 0
+        self._last_wait = 0.0
+        self._last_exit = time.monotonic()
+        self._broken: BaseException | None = None
+        self._pending: Work | None = None
+        self._join(stall_warning)
+
+    def _join(self, stall_warning: float | None) -> None:
+        """Claim the name on this rank and set up the control plane."""
+        ranks, rank = self._transport.global_ranks, self._transport.rank
+        everyone = self._transport.control
+        cards = everyone.under(f"cards/{self.name}")
+        if cards.check([str(ranks[rank])]):
+            raise ValueError(
+                f"a coordinator named {self.name!r} exists on rank {ranks[rank]} already; give each coordinator of a "
+                "process its own name=, or close() the earlier one first"
+            )
+        members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]
+        self._control = everyone.under(f"{self.name}/{members}")
+        self._negotiator = Negotiator(self._control, ranks, rank, self.name, cards)
+        self._negotiator.post_card()
+        # A coordinator that is dropped without close() must give its name back, too.
+        self._release = weakref.finalize(self, cards.delete, str(ranks[rank]))
+        self._release.atexit = False
+        self._notes = Notes(self._control, self.name, rank, len(ranks))
+        self._stall = StallInspector(self._control, everyone, self.name, rank, ranks, stall_warning)
+        if rank == 0 and len(ranks) > 1:
+            self._stall.list_coordinator()
+
+    # -- agreeing on the layout ---------------------------------------------------------------------------
+
+    def _agree_and_connect(self) -> None:
+        """The first agreement: who holds which slots, and a communicator."""
+        device = self._declared.device()
+        agreed = self._agree_layout(self._long_timeout())
+        self._connect(agreed["communicator"], device)
+        self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
+
+    def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
+        payload = self._declared.payload(self.recipe, self._recipe_digest, self._table.layout.position)
+        agreed: dict[str, Any] = self._negotiator.agree("layout", payload, _decisions.layout, timeout)
+        return agreed
+
+    def _connect(self, communicator: str, device: torch.device) -> None:
+        self._transport.connect(communicator, device, self._timeout)
+        self._notes.communicator = communicator
+
+    def _seed_weights(self) -> None:
+        """Scales of cold weights from the MAX of their values over the holders; one collective."""
+        if self._table.born_warm:
+            return
+        layout = self._table.layout
+        names = [name for name in layout.names if name.endswith(".weight")]
+        if not names:
+            return
+        amaxes = torch.full((len(names),), ABSENT, device=self._table.device)
+        weights = self._declared.weights()
+        for i, name in enumerate(names):
+            if name in weights and not bool(self._table.slots[name].warm[0]):
+                amaxes[i] = seed_amax(weights[name]).to(amaxes.device)
+        if self._reduces_amaxes:
+            words = amaxes.view(torch.int32)
+            self._stall.publish("exit", self._serial, "freeze")
+            self._wait(self._transport.start_max(words), "freeze")
+        self._table.seed(names, amaxes)
+
+    def _grow(self, step: Step) -> None:
+        """Some rank has new slots: agree again, and reduce what is new in a second collective.
+
+        A rank that newly holds a name that others held already takes over their state in that reduction.
+        """
+        old = self._table.layout
+        agreed = self._agree_layout(self._timeout)
+        new = layout_from_plain(agreed["layout"])
+        before = {name: old.holders[c] for name, c in zip(old.names, old.class_of, strict=True)}
+        changed = [
+            name
+            for name, c in zip(new.names, new.class_of, strict=True)
+            if before.get(name) != new.holders[c]
+        ]
+        row, positions = self._table.row.clone(), old.position
+        words = self._table.columns_as_words(changed)
+        if changed and self._reduces_amaxes:
+            self._wait(self._transport.start_max(words), step.tag)
+        self._table.bind(new, self._transport.rank, self._table.device)
+        carried = [name for name in new.names if name in positions]
+        if carried:
+            to = torch.tensor([new.position[name] for name in carried], device=row.device)
+            source = torch.tensor([positions[name] for name in carried], device=row.device)
+            self._table.row[to] = row[source]
+        if changed:
+            self._table.load_words(changed, words)
+        self._declared.relabelled = False
+
+    # -- one update ---------------------------------------------------------------------------------------
+
+    def _finish(self, step: Step) -> None:
+        """Prepare (one MAX), then commit or abort."""
+        with phase("fp8dist::reduce"):
+            verdict = self._reduce(step)
+        self._judge(verdict, step)
+        self._scope.committed()
+        if verdict.abandoned_rank is not None:
+            self._table.reset_row(step.part)
+            self._aborts += 1
+            return
+        with phase("fp8dist::commit"):
+            if verdict.growing_rank is not None:
+                self._grow(step)
+            self._table.commit(step.part)
+        self._commits += 1
+        self._generation += 1
+        step.committed = True
+
+    def _header(self, step: Step, *, failed: bool = False) -> Header:
+        return Header(
+            rank=self._transport.rank,
+            world=len(self._transport.global_ranks),
+            tag=step.tag,
+            layout=self._table.layout.digest,
+            recipe=self._recipe_digest,
+            generation=self._generation,
+            part=step.part,
+            failed=failed,
+            abandoned=step.abandoned,
+            grows=self._declared.relabelled or self._table.has_new_slots,
+            active=self._scope.requested,
+        )
+
+    def _reduce(self, step: Step) -> Verdict:
+        """The one collective of the step."""
+        if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
+            self._notes.look(self._serial)  # peers that waited for this rank may have given up
+        header = self._header(step)
+        self._table.fill_header(encode(header), compare=self._reduces_amaxes)
+        self._stall.publish("exit", self._serial, step.tag, step.place)
+        work = self._transport.start_max(self._payload)
+        self._table.prepare(step.part)
+        self._wait(work, step.tag)
+        return decode(self._table.header.tolist(), header.world)
+
+    @property
+    def _payload(self) -> torch.Tensor:
+        """What one collective sends; without a reduction of amaxes it is the header alone."""
+        return self._table.words if self._reduces_amaxes else self._table.header
+
+    def _wait(self, work: Work, tag: Tag) -> None:
+        self._pending = work  # an abandoned reduction may still write; its words stay alive until recover()
+        timeout = self._long_timeout() if self._commits == 0 else self._timeout
+        look = functools.partial(self._notes.look, self._serial)
+        try:
+            self._last_wait = self._stall.wait(work, self._serial, tag, timeout, look)
+        except CollectiveTimeout as error:
+            # A rank that comes later must not commit alone what the others gave up.
+            self._notes.leave(self._transport.rank, tag, str(error), missing=error.missing)
+            raise
+        except TransportError as error:
+            self._explain_break(error, tag)
+        self._pending = None
+        self._last_exit = time.monotonic()
+
+    def _explain_break(self, error: TransportError, tag: Tag) -> None:
+        """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
+        self._notes.look_for(NOTE_GRACE, self._serial)
+        missing, story = self._stall.story(self._serial)
+        suspect = missing[0] if missing else self._transport.rank
+        # Only the neighbours of a dead rank notice it; the note frees the others.
+        self._notes.leave(suspect, tag, "a lost connection, its process has probably died")
+        raise TransportError(
+            f"coordinator {self.name!r}, rank {self._transport.rank}: the update of step {tag!r} broke, probably "
+            f"because a process died. {story}\n({error})"
+        ) from error
+
+    def _judge(self, verdict: Verdict, step: Step) -> None:
+        """Raise on every rank what the header tells every rank."""
+        if verdict.failed_rank is not None or verdict.disagreements or verdict.classes:
+            self._table.reset_row()
+        if verdict.failed_rank is not None:
+            self._notes.look_for(NOTE_GRACE, self._serial)
+            raise self._notes.peer_aborted(verdict.failed_rank)
+        if verdict.disagreements or verdict.classes:
+            layout, digests = self._table.layout, self._table.class_words[::2].tolist()
+            mine = [c for c in verdict.classes if digests[c] != INT32_MIN]
+            values = {
+                "tag": repr(step.tag),
+                "layout": layout.digest,
+                "recipe": self._recipe_digest,
+                "generation": self._generation,
+                "part": step.part.name,
+                "scales": ", ".join(f"{digests[c]:#x} for those of {layout.label(c)}" for c in mine)
+                or "none of them",
+            }
+            field = verdict.disagreements[0] if verdict.disagreements else "scales"
+            raise self._notes.disagreement(field, values, self._serial, step.tag)
+
+    def drop_recorded(self) -> None:
+        """Forget what was recorded since the last commit, because it belongs to no step."""
+        self._table.reset_row()
+        self._scope.committed()
+
+    def _long_timeout(self) -> float | None:
+        return None if self._timeout is None else FIRST_STEP_FACTOR * self._timeout
+
+    # -- failing and recovering ---------------------------------------------------------------------------
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """Tell the peers that this rank left by `error`, without waiting for anybody."""
+        if self.recipe.stateless:
+            return
+        self._broken = error
+        self._aborts += 1
+        self._notes.leave(self._transport.rank, step.tag, named(error), origin(error))
+        if len(self._transport.global_ranks) > 1:
+            self._table.reset_row()
+            self._table.fill_header(encode(self._header(step, failed=True)), compare=self._reduces_amaxes)
+            words = self._payload.clone()  # it may be read long after this rank has gone on
+            try:
+                self._pending = self._transport.start_max(words)
+            except TransportError as also:
+                logger.debug("the abort of step %r could not be sent: %s", step.tag, also)
+        self.drop_recorded()
+        error.add_note(
+            f"fp8dist: rank {self._transport.rank} left step {step.tag!r} (scope opened at {step.place}) by this "
+            "exception, so no rank commits it. Peers that wait in the scope's exit get PeerAborted at once; peers "
+            "inside the schedule's own communication are out of reach and wait for its timeout. To go on, every "
+            "rank catches its error and calls coordinator.recover()."
+        )
+
+    def _bring_together(self) -> None:
+        """Back to the lowest generation of any rank, on a new communicator. A collective."""
+        payload = {
+            "generation": self._generation,
+            "undoable": int(self._table.can_undo),
+            "layout": self._table.layout.digest,
+            "started": self._transport.started,
+            "scopes": self._serial,
+        }
+        agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
+        self._transport.catch_up(agreed["started"])
+        self._serial = agreed["scopes"]  # a rank may have failed before it opened the scope
+        if self._generation > agreed["generation"]:
+            undone = self._table.undo()
+            assert undone, "the undo record was there when the ranks agreed"
+            self._generation -= 1
+        if agreed["relayout"]:  # the failed step grew the layout, and some ranks did not get to know
+            plain = self._agree_layout(self._timeout)["layout"]
+            self._table.bind(layout_from_plain(plain), self._transport.rank, self._table.device)
+        self._connect(agreed["communicator"], self._table.device)
+        self._table.replace_words()
+        self._pending = None
+        self._broken = None
+
+
+def named(error: BaseException) -> str:
+    """Type and text of an error, for other ranks."""
+    return f"{type(error).__name__}: {str(error)[:500]}"
