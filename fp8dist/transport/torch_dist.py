@@ -36,10 +36,14 @@ class _GlooWork:
     def wait(self, seconds: float) -> bool:
         try:
             self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
+        except RuntimeError:
             if not self._work.is_completed():
                 return False
-            raise TransportError(f"the reduction broke: {_plain(error)}") from error
+            # It broke, or it completed just after the time was up: asked again, it tells at once.
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise TransportError(f"the reduction broke: {_plain(error)}") from error
         return True
 
 
