@@ -45,7 +45,7 @@ def test_a_reduction_that_completes_as_the_slice_ends_is_complete() -> None:
 def test_a_broken_reduction_is_told_without_the_transports_advice() -> None:
     broken = "Connection closed by peer. This is typically caused by something. Good luck!"
     work = _GlooWork(Work("Operation timed out!", broken, completed=True))
-    with pytest.raises(TransportError, match="broke: Connection closed by peer$"):
+    with pytest.raises(TransportError, match=r"broke: Connection closed by peer$"):
         work.wait(0.1)
 
 
