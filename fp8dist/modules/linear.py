@@ -198,14 +198,8 @@ def linear(
             slots.weight.record(weight)
         return F.linear(x, weight, bias)
     if isinstance(weight, DTensor) or isinstance(x, DTensor):
-        if isinstance(weight, DTensor) and not splits_evenly(weight):
-            notices.say(
-                f"the features of its shards are not all multiples of {ALIGNMENT}, so it computes in high "
-                "precision and records nothing"
-            )
-            return F.linear(x, weight, bias)
         on_shards = partial(linear, slots=slots, training=training, notices=notices, wgrad=wgrad)
-        return distributed_linear(x, weight, bias, on_shards)
+        return _linear_of_shards(x, weight, bias, on_shards, notices)
     out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     mode = wgrad.mode if wgrad is not None and torch.is_grad_enabled() else "fused"
     sink = wgrad.sink(weight, bias) if wgrad is not None and mode == "deferred" else None
@@ -223,6 +217,23 @@ def linear(
     else:
         y = _LinearFunction.apply(x, weight, bias, slots, out_dtype, training, sink)
     return y
+
+
+def _linear_of_shards(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    on_shards: Callable[..., torch.Tensor],
+    notices: Notices,
+) -> torch.Tensor:
+    """Compute on the local parts of DTensors, where FP8 can take these."""
+    if isinstance(weight, DTensor) and not splits_evenly(weight):
+        notices.say(
+            f"the features of its shards are not all multiples of {ALIGNMENT}, so it computes in high "
+            "precision and records nothing"
+        )
+        return F.linear(x, weight, bias)
+    return distributed_linear(x, weight, bias, on_shards)
 
 
 def check_operands(x: torch.Tensor, weight: torch.Tensor, *, autocast: bool) -> None:
