@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .errors import MissingScope
+
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -106,8 +109,12 @@ class ScopeState:
     @property
     def recording(self) -> bool:
         """True where an amax seen now belongs into its slot."""
-        replaying = self.tape is not None and self.tape.replaying
-        return (self._open or self.implicit) and not (self._paused or self.stateless or replaying)
+        return (self._open or self.implicit) and not (self._paused or self.stateless or self.replaying)
+
+    @property
+    def replaying(self) -> bool:
+        """True in the recompute of a region whose first forward kept its scales."""
+        return self.tape is not None and self.tape.replaying
 
     @property
     def caching(self) -> bool:
@@ -153,9 +160,37 @@ class ScopeState:
         """Start to collect for the next commit."""
         self.requested = self.recorded = False
 
+    def replayable(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` for a checkpoint: its second run quantizes with the scales of its first, and records nothing.
+
+        In a step scope, and with an update per step, scales do not move in between: then it is `function` itself.
+        """
+        if self._open or self.guarded:
+            return function
+        tape, mode = ScaleTape(), (self.enabled, self.calibrating)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> T:
+            if tape.written:
+                # It records nothing, but its nested backward must not be taken for the outermost one.
+                self.record()
+            with self._in_mode(mode), self._taping(tape):
+                return function(*args, **kwargs)
+
+        return run
+
     @contextmanager
-    def taping(self, tape: ScaleTape) -> Iterator[None]:
-        """Run a checkpointed region: keep its scales the first time, replay them and record nothing the second."""
+    def _in_mode(self, mode: tuple[bool, bool]) -> Iterator[None]:
+        """A recompute runs outside of the autocast that its first forward ran in."""
+        before = (self.enabled, self.calibrating)
+        self.enabled, self.calibrating = mode
+        try:
+            yield
+        finally:
+            self.enabled, self.calibrating = before
+
+    @contextmanager
+    def _taping(self, tape: ScaleTape) -> Iterator[None]:
         outer, self.tape = self.tape, tape
         tape.outer = outer
         tape.rewind()

@@ -17,7 +17,6 @@ they have; `autocast(enabled=False)` is what turns FP8 off.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ import torch
 import torch.utils.checkpoint
 
 from ._header import Part
-from ._scope import ScaleTape
 from ._triggers import in_backward, tracing
 from .coordinator import ReductionGroupCoordinator
 from .recipe import DelayedScaling, Recipe
@@ -172,7 +170,8 @@ def _leave(scope: Any, before: tuple[bool, bool]) -> None:
 
 def _may_commit(coordinator: ReductionGroupCoordinator) -> bool:
     """Not inside a step scope, a recompute, a running backward, a graph capture or a trace."""
-    return not (coordinator.in_scope or _process.recomputing or in_backward() or tracing())
+    recomputing = _process.recomputing or coordinator.request_handle.replaying
+    return not (coordinator.in_scope or recomputing or in_backward() or tracing())
 
 
 @contextmanager
@@ -267,27 +266,6 @@ def checkpoint(function: Callable[..., T], *args: Any, use_reentrant: bool = Tru
         **kwargs: further arguments of `function`, or of torch's checkpoint.
     """
     coordinator = _process.coordinator
-    if coordinator is None or coordinator.update_every == "step" or coordinator.in_scope:
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    scope, tape = coordinator.request_handle, ScaleTape()
-    enabled = (scope.enabled, scope.calibrating)
-
-    @functools.wraps(function)
-    def run(*inputs: Any, **options: Any) -> T:
-        again = tape.written
-        if again:
-            scope.record()  # it records nothing, but its nested backward must not be taken for the outermost one
-        with activation_recompute_forward(True, again), _restored(scope, enabled), scope.taping(tape):
-            return function(*inputs, **options)
-
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
-
-
-@contextmanager
-def _restored(scope: Any, state: tuple[bool, bool]) -> Iterator[None]:
-    before = (scope.enabled, scope.calibrating)
-    scope.enabled, scope.calibrating = state
-    try:
-        yield
-    finally:
-        scope.enabled, scope.calibrating = before
+    if coordinator is not None:
+        function = coordinator.request_handle.replayable(function)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

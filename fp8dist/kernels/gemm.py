@@ -50,6 +50,21 @@ def scaled_mm(
     if 0 in (m, k, n):  # not every GPU library takes an empty matrix
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias
+    if a.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # There torch multiplies dequantized matrices, which autocast would round to bfloat16 first.
+        with torch.autocast("cpu", enabled=False):
+            return _multiply(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
+    return _multiply(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     fused = bias is not None and out_dtype != torch.float32  # cuBLASLt adds no bias to a float32 result
     product = torch._scaled_mm(
         _row_major(a),

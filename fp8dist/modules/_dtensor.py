@@ -80,11 +80,12 @@ def distributed_linear(
             # A sum over ranks takes the bias from the first of them; the others give a zero, whose gradient
             # is the bias's all the same.
             local_bias = local_bias - local_bias.detach()
-    y = local_linear(
-        x.to_local(grad_placements=[rule.dx for rule in rules]),
-        weight.to_local(grad_placements=[rule.dw for rule in rules]),
-        local_bias,
-    )
+    local_weight = weight.to_local(grad_placements=[rule.dw for rule in rules])
+    if not torch.is_grad_enabled():
+        # Up to torch 2.12 that is the local part itself, whose version counter an in-place op on the DTensor
+        # leaves alone. Another object is never taken for a weight that is quantized already.
+        local_weight = local_weight.detach()
+    y = local_linear(x.to_local(grad_placements=[rule.dx for rule in rules]), local_weight, local_bias)
     # Without the global shape, shards of unequal sizes would be taken for equal ones.
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,33 @@ from .._slots import Slot
 from ..kernels.gemm import dequantize, scaled_mm, supported
 from ..kernels.quantize import Quantized, quantize
 from ._fsdp import GatheredWeight
+from ._functional import ACTIVATIONS
+
+
+class Output(NamedTuple):
+    """What one layer gives, forward and backward."""
+
+    dtype: torch.dtype
+    """Of the product."""
+    dx_dtype: torch.dtype
+    """In which the gradient of the input is computed."""
+    activation: str | None = None
+    """Applied to the product in float32."""
+
+    def activate(self, y: torch.Tensor) -> torch.Tensor:
+        """What the layer returns for the product `y` [..., out_features]."""
+        return y if self.activation is None else ACTIVATIONS[self.activation].apply(y.float())
+
+    def kept(self, y: torch.Tensor) -> torch.Tensor | None:
+        """What `derive` needs of the product."""
+        return None if self.activation is None else y
+
+    def derive(self, dy: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of the product, for `dy`, that of what the layer returned."""
+        if self.activation is None:
+            return dy
+        assert kept is not None
+        return ACTIVATIONS[self.activation].derive(dy.float(), kept.float())
 
 
 def forward_product(

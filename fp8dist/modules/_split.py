@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -32,7 +32,16 @@ from .._scope import Phase
 from .._slots import Slot
 from ..errors import ScheduleMismatch
 from ..kernels.quantize import Quantized, quantize
-from ._products import dgrad, forward_product, quantize_gradient, quantize_weight, rows, update_guards, wgrad
+from ._products import (
+    Output,
+    dgrad,
+    forward_product,
+    quantize_gradient,
+    quantize_weight,
+    rows,
+    update_guards,
+    wgrad,
+)
 
 if TYPE_CHECKING:
     from .linear import LinearSlots
@@ -48,81 +57,90 @@ def forked_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     slots: LinearSlots,
-    out_dtype: torch.dtype,
+    output: Output,
     training: bool,
 ) -> torch.Tensor:
     """The FP8 linear layer as two autograd nodes; arguments, bits and amaxes as in `linear`."""
     record = training and slots.input.scope.recording
     xq = quantize(rows(x.detach()), slots.input, record)
     wq = quantize_weight(weight, slots.weight, record)
-    gradient = _SharedGradient(slots.grad_output, training)
-    guards = update_guards(slots, training)
-    shape = (*x.shape[:-1], weight.shape[0])
+    product = forward_product(xq, wq, None if bias is None else bias.detach(), x.shape, output.dtype)
+    y = output.activate(product)
+    needs_db = bias is not None and bias.requires_grad
+    gradient = _SharedGradient(slots.grad_output, output, needs_db, training)
+    # Both keep the product for the activation's derivative.
+    kept = (output.kept(product), *update_guards(slots, training))
     # Made first, so that a full backward runs it right behind the input side.
-    zero = _WeightSide.apply(weight, bias, xq, shape, out_dtype, gradient, guards)
-    product_bias = None if bias is None else bias.detach()
-    y = _InputSide.apply(x, wq, xq, product_bias, out_dtype, gradient, guards)
-    joined: torch.Tensor = y + zero
+    zero = _WeightSide.apply(weight, bias, xq, y, gradient, kept)
+    joined: torch.Tensor = _InputSide.apply(x, wq, y, output.dx_dtype, gradient, kept) + zero
     return joined
+
+
+class _ProductGradient(NamedTuple):
+    """What both nodes need of one output gradient."""
+
+    quantized: Quantized
+    db: torch.Tensor | None
 
 
 class _SharedGradient:
     """Quantizes one layer's output gradient once for the two nodes, in whatever order they run."""
 
-    __slots__ = ("_of", "_quantized", "_slot", "_training", "_version")
+    __slots__ = ("_needs_db", "_of", "_output", "_shared", "_slot", "_training", "_version")
 
-    def __init__(self, slot: Slot, training: bool) -> None:
-        self._slot, self._training = slot, training
+    def __init__(self, slot: Slot, output: Output, needs_db: bool, training: bool) -> None:
+        self._slot, self._output, self._needs_db, self._training = slot, output, needs_db, training
         self._forget()
 
     def _forget(self) -> None:
         self._of: torch.Tensor | None = None
         self._version = 0
-        self._quantized: Quantized | None = None
+        self._shared: _ProductGradient | None = None
 
-    def quantize(self, dy: torch.Tensor) -> Quantized:
+    def take(self, dy: torch.Tensor, kept: torch.Tensor | None) -> _ProductGradient:
         """Quantize `dy`, unless the other node just did; what both have had is let go."""
-        quantized = self._quantized
+        shared = self._shared
         # Both nodes get the very tensor that entered the `+`. Any other gradient is quantized anew, so that
         # a retained graph can be asked again.
-        if quantized is not None and self._of is dy and self._version == dy._version:
+        if shared is not None and self._of is dy and self._version == dy._version:
             self._forget()
-            return quantized
-        quantized = quantize_gradient(dy, self._slot, self._training)
+            return shared
+        gradient = self._output.derive(dy, kept)
+        db = rows(gradient).sum(0) if self._needs_db else None  # before it is quantized
+        shared = _ProductGradient(quantize_gradient(gradient, self._slot, self._training), db)
         if not dy.requires_grad:  # its graph would hold this object, which holds it
-            self._of, self._version, self._quantized = dy, dy._version, quantized
-        return quantized
+            self._of, self._version, self._shared = dy, dy._version, shared
+        return shared
 
 
 class _InputSide(torch.autograd.Function):
-    """The product itself, and the gradient of its input."""
+    """The layer's output, and the gradient of its input."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         wq: Quantized,
-        xq: Quantized,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
+        y: torch.Tensor,
+        dx_dtype: torch.dtype,
         gradient: _SharedGradient,
-        guards: tuple[torch.Tensor, ...],
+        kept: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
-        ctx.save_for_backward(*wq, *guards)
-        ctx.gradient, ctx.x_shape, ctx.x_dtype = gradient, x.shape, x.dtype
-        return forward_product(xq, wq, bias, x.shape, out_dtype)
+        ctx.save_for_backward(*wq, *kept)
+        ctx.gradient, ctx.x_shape, ctx.dx_dtype = gradient, x.shape, dx_dtype
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        w_data, w_scale_inv, *_ = ctx.saved_tensors
-        gq = ctx.gradient.quantize(dy)
-        dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.x_dtype)
-        return dx, None, None, None, None, None, None
+        w_data, w_scale_inv, kept, *_ = ctx.saved_tensors
+        gq, _db = ctx.gradient.take(dy, kept)
+        dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.dx_dtype)
+        return dx, None, None, None, None, None
 
 
 class _WeightSide(torch.autograd.Function):
-    """A zero in forward; the gradients of weight and bias in backward."""
+    """A zero like the layer's output in forward; the gradients of weight and bias in backward."""
 
     @staticmethod
     def forward(
@@ -130,25 +148,21 @@ class _WeightSide(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         xq: Quantized,
-        shape: tuple[int, ...],
-        out_dtype: torch.dtype,
+        y: torch.Tensor,
         gradient: _SharedGradient,
-        guards: tuple[torch.Tensor, ...],
+        kept: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
-        needs_dw, ctx.needs_db = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(*(xq if needs_dw else (None, None)), *guards)
+        ctx.save_for_backward(*(xq if ctx.needs_input_grad[0] else (None, None)), *kept)
         ctx.gradient, ctx.weight_dtype = gradient, weight.dtype
-        return torch.full((), -0.0, dtype=out_dtype, device=xq.data.device).expand(shape)
+        return torch.full((), -0.0, dtype=y.dtype, device=y.device).expand(y.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_data, x_scale_inv, *_ = ctx.saved_tensors
-        db = rows(dy).sum(0) if ctx.needs_db else None
-        dw = None
-        if x_data is not None:
-            dw = wgrad(ctx.gradient.quantize(dy), Quantized(x_data, x_scale_inv), ctx.weight_dtype)
-        return dw, db, None, None, None, None, None
+        x_data, x_scale_inv, kept, *_ = ctx.saved_tensors
+        gq, db = ctx.gradient.take(dy, kept)
+        dw = None if x_data is None else wgrad(gq, Quantized(x_data, x_scale_inv), ctx.weight_dtype)
+        return dw, db, None, None, None, None
 
 
 # -- deferred: owed until asked for ---------------------------------------------------------------------

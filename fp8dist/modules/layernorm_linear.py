@@ -13,7 +13,7 @@ from .linear import LinearSlots, Notices, Registrar, check_operands, describe, l
 
 
 class LayerNormLinear(SplitsBackward):
-    """`linear(norm(x))`: the norm in high precision, the linear layer in FP8.
+    """`linear(norm(x))`: the norm in float32, the linear layer in FP8.
 
     Attributes:
         layer_norm_weight: [in_features].
@@ -110,8 +110,9 @@ class LayerNormLinear(SplitsBackward):
             training=self.training,
             notices=self._notices,
             wgrad=self._weight_gradients[0],
+            dtype=input.dtype,
         )
-        return (output, normalized) if self.return_layernorm_output else output
+        return (output, normalized.to(input.dtype)) if self.return_layernorm_output else output
 
     def extra_repr(self) -> str:
         """Features, normalization, and which FP8 formats are in use."""

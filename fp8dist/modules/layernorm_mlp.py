@@ -14,7 +14,7 @@ from .linear import LinearSlots, Notices, Registrar, check_operands, describe, l
 
 
 class LayerNormMLP(SplitsBackward):
-    """`fc2(activation(fc1(norm(x))))`: norm and activation in high precision, both products in FP8.
+    """`fc2(activation(fc1(norm(x))))`: norm and activation in float32, both products in FP8.
 
     Attributes:
         layer_norm_weight: [hidden_size].
@@ -122,9 +122,10 @@ class LayerNormMLP(SplitsBackward):
         check_operands(input, self.fc1_weight, autocast=torch.is_autocast_enabled(input.device.type))
         # In eval mode no guard would notice that the scales moved before the recomputation.
         if self.checkpoint and self.training:
-            hidden, normalized = checkpoint(
-                self._first_half, input, use_reentrant=False, preserve_rng_state=False
-            )
+            first_half = self._first_half
+            if self.fc1_slots is not None:
+                first_half = self.fc1_slots.input.scope.replayable(first_half)
+            hidden, normalized = checkpoint(first_half, input, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden, normalized = self._first_half(input)
         output = linear(
@@ -135,11 +136,12 @@ class LayerNormMLP(SplitsBackward):
             training=self.training,
             notices=self._fc2_notices,
             wgrad=self._weight_gradients[1],
+            dtype=input.dtype,
         )
-        return (output, normalized) if self.return_layernorm_output else output
+        return output if normalized is None else (output, normalized)
 
-    def _first_half(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input of `fc2`, and the normalized input."""
+    def _first_half(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The input of `fc2` in float32, and the normalized input if it is returned."""
         normalized = normalize(
             input, self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps
         )
@@ -151,8 +153,10 @@ class LayerNormMLP(SplitsBackward):
             training=self.training,
             notices=self._fc1_notices,
             wgrad=self._weight_gradients[0],
+            dtype=input.dtype,
+            activation=self.activation,
         )
-        return ACTIVATIONS[self.activation].apply(hidden), normalized
+        return hidden, normalized.to(input.dtype) if self.return_layernorm_output else None
 
     def extra_repr(self) -> str:
         """Sizes, normalization, activation, and which FP8 formats are in use."""

@@ -27,7 +27,8 @@ from .._slots import Slot
 from ..kernels.gemm import ALIGNMENT, supported
 from ..kernels.quantize import HIGH_PRECISION, Quantized, quantize
 from ._dtensor import distributed_linear, splits_evenly
-from ._products import dgrad, forward_product, quantize_gradient, rows, update_guards
+from ._functional import ACTIVATIONS
+from ._products import Output, dgrad, forward_product, quantize_gradient, rows, update_guards
 from ._products import quantize_weight as _quantize_weight
 from ._products import wgrad as _wgrad
 from ._split import GradientSink, SplitsBackward, WeightGradients, forked_linear
@@ -165,58 +166,70 @@ def linear(
     training: bool,
     notices: Notices,
     wgrad: WeightGradients | None = None,
+    dtype: torch.dtype | None = None,
+    activation: str | None = None,
 ) -> torch.Tensor:
-    """Compute `x @ weight.T + bias` in FP8; the bias is added before the product is rounded.
+    """Compute `activation(x @ weight.T + bias)` in FP8; the bias is added before the product is rounded.
 
     Args:
         x: [..., in_features], float32, bfloat16 or float16.
-        weight: [out_features, in_features], the dtype of `x` unless autocast is on.
+        weight: [out_features, in_features], the dtype of `x` unless autocast is on or `dtype` is given.
         bias: [out_features] or None.
         slots: the layer's slots; None computes in high precision and records nothing.
         training: record amaxes while a scope is open, and ask for an update in backward.
         notices: where a fallback to high precision is said.
         wgrad: how the weight gradient is computed, and where it is kept if later; None: in the one backward.
+        dtype: `x` is a float32 intermediate of a module that computes in this dtype: the product has it, and
+            so does the gradient of `x` before autograd takes it for a float32 one. None: that of `x`.
+        activation: one of `ACTIVATIONS`, applied in float32 to the rounded product. Its gradient is quantized
+            before anything rounds it.
 
     Returns:
-        [..., out_features] in the autocast dtype if autocast is on for this device, else in `x.dtype`.
+        [..., out_features] in the autocast dtype if autocast is on for this device, else in `dtype`. With
+        an activation its result in float32.
 
     Raises:
         ValueError: a dtype or shape that does not fit.
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
-    check_operands(x, weight, autocast=autocast)
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    check_operands(x, weight, autocast=autocast or dtype is not None)
     if slots is None:
         notices.say(
             f"its {weight.shape[1]} input and {weight.shape[0]} output features are not both multiples of "
             f"{ALIGNMENT}, so it computes in high precision and records nothing"
         )
-        return F.linear(x, weight, bias)
-    scope = slots.input.scope
-    if not scope.enabled:
-        if scope.calibrating and training:
-            slots.input.record(x)
-            slots.weight.record(weight)
-        return F.linear(x, weight, bias)
+    elif not slots.input.scope.enabled and slots.input.scope.calibrating and training:
+        slots.input.record(x)
+        slots.weight.record(weight)
+    if slots is None or not slots.input.scope.enabled:
+        return _activate(F.linear(x.to(dtype or x.dtype), weight, bias), activation)
     if isinstance(weight, DTensor) or isinstance(x, DTensor):
-        on_shards = partial(linear, slots=slots, training=training, notices=notices, wgrad=wgrad)
-        return _linear_of_shards(x, weight, bias, on_shards, notices)
-    out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        on_shards = partial(linear, slots=slots, training=training, notices=notices, wgrad=wgrad, dtype=dtype)
+        return _activate(_linear_of_shards(x, weight, bias, on_shards, notices), activation)
+    output = Output(
+        dtype=torch.get_autocast_dtype(device) if autocast else dtype or x.dtype,
+        dx_dtype=dtype or x.dtype,
+        activation=activation,
+    )
     mode = wgrad.mode if wgrad is not None and torch.is_grad_enabled() else "fused"
     sink = wgrad.sink(weight, bias) if wgrad is not None and mode == "deferred" else None
-    bias = bias if bias is None else bias.to(out_dtype)
+    bias = bias if bias is None else bias.to(output.dtype)
     needs_dw = weight.requires_grad and torch.is_grad_enabled()
     if needs_dw and not supported(weight.shape[0], x.numel() // x.shape[-1], x.shape[-1]):
         notices.say(
             f"the number of tokens is no multiple of {ALIGNMENT}, so its weight gradient is computed in "
             "high precision (from the FP8 operands)"
         )
-    y: torch.Tensor
     has_two_sides = x.requires_grad and (needs_dw or (bias is not None and bias.requires_grad))
     if mode == "forked" and has_two_sides and not torch.compiler.is_compiling():
-        y = forked_linear(x, weight, bias, slots, out_dtype, training)
-    else:
-        y = _LinearFunction.apply(x, weight, bias, slots, out_dtype, training, sink)
+        return forked_linear(x, weight, bias, slots, output, training)
+    y: torch.Tensor = _LinearFunction.apply(x, weight, bias, slots, output, training, sink)
     return y
+
+
+def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    return y if activation is None else ACTIVATIONS[activation].apply(y.float())
 
 
 def _linear_of_shards(
@@ -263,34 +276,36 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         slots: LinearSlots,
-        out_dtype: torch.dtype,
+        output: Output,
         training: bool,
         sink: GradientSink | None,
     ) -> torch.Tensor:
         record = training and slots.input.scope.recording
         xq = quantize(rows(x), slots.input, record)
         wq = _quantize_weight(weight, slots.weight, record)
-        y = forward_product(xq, wq, bias, x.shape, out_dtype)
+        y = forward_product(xq, wq, bias, x.shape, output.dtype)
 
         needs_dx, needs_dw, ctx.needs_db = ctx.needs_input_grad[:3]
         ctx.save_for_backward(
             *(xq if needs_dw else (None, None)),
             *(wq if needs_dx else (None, None)),
+            output.kept(y),
             *update_guards(slots, training),
         )
-        ctx.slots, ctx.training, ctx.sink = slots, training, sink
-        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
-        return y
+        ctx.slots, ctx.output, ctx.training, ctx.sink = slots, output, training, sink
+        ctx.x_shape, ctx.weight_dtype = x.shape, weight.dtype
+        return output.activate(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_data, x_scale_inv, w_data, w_scale_inv, *_ = ctx.saved_tensors
+        x_data, x_scale_inv, w_data, w_scale_inv, kept, *_ = ctx.saved_tensors
+        dy = ctx.output.derive(dy, kept)
         gq = quantize_gradient(dy, ctx.slots.grad_output, ctx.training)
         dx = dw = None
         db = rows(dy).sum(0) if ctx.needs_db else None  # of the gradient before it is quantized
         if w_data is not None:
-            dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.x_dtype)
+            dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.output.dx_dtype)
         xq = None if x_data is None else Quantized(x_data, x_scale_inv)
         if ctx.sink is not None:
             if xq is not None or db is not None:

@@ -36,6 +36,17 @@ def test_a_product_is_close_to_the_one_in_double_precision():
     torch.testing.assert_close(out.double(), a.double() @ b.double() * 0.3 * 1.7, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("out_dtype", HIGH)
+def test_autocast_does_not_change_a_bit(out_dtype):
+    """It would round the operands, of more bits than FP8 has once they are unscaled, to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(E4M3) for shape in ((24, 64), (64, 32)))
+    args = (a, b, torch.tensor([0.3]), torch.tensor([1.7]), out_dtype)
+    expected = scaled_mm(*args)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(scaled_mm(*args), expected)
+
+
 def test_strides_do_not_change_a_bit():
     a, b = integers(32, 16, dtype=E4M3, seed=1), integers(16, 48, dtype=E4M3, seed=2)
     one = torch.ones(1)

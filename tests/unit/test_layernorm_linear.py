@@ -40,11 +40,15 @@ def fused_and_parts(normalization: str, dtype: torch.dtype, bias: bool):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_equals_its_two_parts_bit_for_bit(normalization, dtype, bias):
+    """In bfloat16 these are a float32 norm and a linear layer that gives bfloat16."""
     results = []
-    for module, coordinator in fused_and_parts(normalization, dtype, bias):
+    fused, (parts, theirs) = fused_and_parts(normalization, dtype, bias)
+    parts[0].float()
+    for module, coordinator in (fused, (parts, theirs)):
         x = randn(2, 8, 32, dtype=dtype).requires_grad_()
-        with coordinator.step():
-            y = module(x)
+        autocast = module is parts and dtype == torch.bfloat16
+        with coordinator.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = module(x.float() if autocast else x)
             y.backward(randn(2, 8, 16, seed=9, dtype=dtype))
             assert coordinator.scope.requested
         # In the sequence of two modules the norm's parameters are called 0.*, the linear layer's 1.*.
@@ -56,7 +60,12 @@ def test_it_equals_its_two_parts_bit_for_bit(normalization, dtype, bias):
     (ours, our_amaxes), (theirs, their_amaxes) = results
     assert ours.keys() == theirs.keys()
     for key in ours:
-        assert torch.equal(ours[key], theirs[key]), key
+        if dtype == torch.bfloat16 and (key == "x" or key.startswith("layer_norm")):
+            # Behind the gradient of the norm's output, which the fused module rounds as its dtype asks for.
+            assert ours[key].dtype == dtype
+            torch.testing.assert_close(ours[key], theirs[key].to(dtype), rtol=2**-6, atol=0.05)
+        else:
+            assert torch.equal(ours[key], theirs[key]), key
     assert our_amaxes == their_amaxes
     assert list(our_amaxes) == ["a.weight", "a.input", "a.grad_output"]
 

@@ -130,7 +130,7 @@ def test_forked_halves_multiply_once_each_and_equal_the_whole(
     assert products == {"forward": 1, "dgrad": 1, "wgrad": 1}
     casts = coordinator.slots["a.grad_output"].casts
     # torch 2.11's pipeline stage hands the second half another tensor object (seen), so it is cast again.
-    twice = order is as_a_pipeline_stage and torch.__version__ < "2.13"
+    twice = order is as_a_pipeline_stage and torch.__version__ < "2.12"
     assert casts[0] in ([dy.numel(), 2 * dy.numel()] if twice else [dy.numel()]), "quantized once"
 
 
