@@ -15,6 +15,7 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -248,11 +249,25 @@ def _join(pipe: Connection, rank: int, world: int, group_timeout: float, store_r
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
     limit = timedelta(seconds=group_timeout)
     if rank == store_rank:
-        store = dist.TCPStore(LOOPBACK, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
+        store = serve(world, limit)
         pipe.send_bytes(pickle.dumps(("port", store.port)))
     else:
         store = dist.TCPStore(LOOPBACK, pipe.recv(), world, timeout=limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def serve(world: int | None, limit: timedelta) -> dist.TCPStore:
+    """A store on an IPv4 socket, whose clients are in every hosts file.
+
+    Of its own socket torch's server sees IPv6 addresses, and it asks the resolver for their names: a lost answer
+    would stop a test for five seconds.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, world, is_master=True, timeout=limit, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def _connect(ranks: Sequence[_Rank], store_rank: int | None, group_timeout: float) -> dist.TCPStore | None:
@@ -260,7 +275,7 @@ def _connect(ranks: Sequence[_Rank], store_rank: int | None, group_timeout: floa
     store = None
     if store_rank is None:
         limit = timedelta(seconds=group_timeout)
-        store = dist.TCPStore(LOOPBACK, 0, None, is_master=True, timeout=limit, wait_for_workers=False)
+        store = serve(None, limit)
         port = store.port
     else:
         server = ranks[store_rank].pipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,8 @@ def record(slot: f8.Slot, value: float) -> None:
 
 def attempt(coordinator: f8.ReductionGroupCoordinator, step: Callable[[], None]) -> Ended:
     """Run a step that may fail; tell how, how fast, and what became of the state."""
-    before, start = frozen(coordinator), time.monotonic()
+    names = sorted(coordinator.state_dict()["slots"])
+    before, start = frozen(coordinator, names), time.monotonic()
     error: BaseException | None = None
     try:
         step()
@@ -58,7 +59,7 @@ def attempt(coordinator: f8.ReductionGroupCoordinator, step: Callable[[], None])
         notes="\n".join(getattr(error, "__notes__", [])),
         seconds=seconds,
         before=before,
-        after=frozen(coordinator),
+        after=frozen(coordinator, names),
         named=getattr(error, "rank", None),
         missing=getattr(error, "missing", ()),
     )
@@ -70,11 +71,13 @@ def attempt(coordinator: f8.ReductionGroupCoordinator, step: Callable[[], None])
     return ended
 
 
-def frozen(coordinator: f8.ReductionGroupCoordinator) -> str:
-    """Everything that a failed step must leave alone, as a hash of the exact bits."""
+def frozen(coordinator: f8.ReductionGroupCoordinator, names: Sequence[str] | None = None) -> str:
+    """Everything that a failed step must leave alone, as a hash of the exact bits; of all slots, or of some."""
     state = coordinator.state_dict()
     h = hashlib.sha256(str(int(state["generation"])).encode())
     for name, fields in sorted(state["slots"].items()):
+        if names is not None and name not in names:
+            continue
         h.update(name.encode())
         for tensor in fields.values():
             h.update(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
