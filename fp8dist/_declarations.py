@@ -48,6 +48,11 @@ class Declarations:
         self._weights.pop(name, None)
         self._sharded.discard(name)
 
+    @property
+    def stages(self) -> list[int]:
+        """Pipeline stages that are named so far."""
+        return sorted({entry.stage for entry in self._entries.values() if entry.stage is not None})
+
     def label(self, slot: Slot, stage: int, *, agreed: bool) -> None:
         """Say which pipeline stage holds a slot.
 

@@ -60,12 +60,16 @@ class Notes:
             missing: it gave up waiting for these ranks; None if it failed itself.
         """
         key = f"failed/{self.communicator}"
-        note = {"rank": rank, "tag": tag, "what": what, "place": place, "missing": missing}
-        try:
-            if self.control.get(key) is None:
-                self.control.set(key, pack(note))
-        except TransportError as also:
-            logger.debug("no note could be left: %s", also)
+        note = pack({"rank": rank, "tag": tag, "what": what, "place": place, "missing": missing})
+
+        def write() -> None:
+            try:
+                if self.control.get(key) is None:
+                    self.control.set(key, note)
+            except TransportError as also:
+                logger.debug("no note could be left: %s", also)
+
+        self.control.later(write)  # a rank that fails does not wait for a store
 
     def look(self, serial: int) -> None:
         """Raise if some rank has left a note, or has closed the coordinator before scope `serial`.
@@ -75,14 +79,15 @@ class Notes:
             CollectiveTimeout: a rank gave up waiting for others.
             RanksDisagree: a rank ran fewer scopes.
         """
-        data = self.control.get(f"failed/{self.communicator}")
+        data, first = self.control.get_each(
+            [f"failed/{self.communicator}", f"closed/{self.communicator}/first"]
+        )
         if data is not None:
             note = unpack(data)
             missing = note.pop("missing")
             if missing is not None and self.rank not in missing:
                 raise CollectiveTimeout(note["what"], missing=tuple(missing))
             raise self.peer_aborted(**note)
-        first = self.control.get(f"closed/{self.communicator}/first")
         if first is not None and int(first.split()[1]) < serial:
             rank, count = first.decode().split()
             raise RanksDisagree(

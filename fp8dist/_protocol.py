@@ -8,11 +8,13 @@ agree (through the store) ─▶ reduce: header + row, one MAX ─▶ judge ─�
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ import torch
 from . import _decisions
 from ._amax import ABSENT
 from ._declarations import Declarations
+from ._flight import FlightRecorder
 from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode
-from ._layout import layout_from_plain
+from ._layout import format_ranks, layout_from_plain
 from ._negotiate import Negotiator
 from ._notes import NOTE_GRACE, Notes
 from ._scope import ScopeState
@@ -49,6 +52,7 @@ class UpdateProtocol:
         name: of the coordinator.
         stall_warning: seconds until a waiting rank says who is missing, or None.
         timeout: seconds until it gives up, or None.
+        flight_dir: where errors dump the flight recorder, or None.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class UpdateProtocol:
         name: str,
         stall_warning: float | None,
         timeout: float | None,
+        flight_dir: Path | None,
     ) -> None:
         self.recipe = recipe
         self.name = name
@@ -73,12 +78,18 @@ class UpdateProtocol:
         self._last_exit = time.monotonic()
         self._broken: BaseException | None = None
         self._pending: Work | None = None
+        self.flight_dir = flight_dir
+        self.flight = FlightRecorder(
+            _recorder_name(name, transport), transport.rank, len(transport.global_ranks)
+        )
         self._join(stall_warning)
 
     def _join(self, stall_warning: float | None) -> None:
         """Claim the name on this rank and set up the control plane."""
         ranks, rank = self._transport.global_ranks, self._transport.rank
         everyone = self._transport.control
+        if self._timeout is not None:
+            everyone.patience = min(everyone.patience, max(2.0, self._timeout))
         cards = everyone.under(f"cards/{self.name}")
         if cards.check([str(ranks[rank])]):
             raise ValueError(
@@ -94,8 +105,13 @@ class UpdateProtocol:
         self._release.atexit = False
         self._notes = Notes(self._control, self.name, rank, len(ranks))
         self._stall = StallInspector(self._control, everyone, self.name, rank, ranks, stall_warning)
+        self._scope.on_first_request = self._note_request
         if rank == 0 and len(ranks) > 1:
             self._stall.list_coordinator()
+
+    def _note_request(self) -> None:
+        self._stall.progress.requested()
+        self.flight.record("request", self._serial)
 
     # -- agreeing on the layout ---------------------------------------------------------------------------
 
@@ -105,6 +121,7 @@ class UpdateProtocol:
         agreed = self._agree_layout(self._long_timeout())
         self._connect(agreed["communicator"], device)
         self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
+        self._note_connection(agreed["communicator"])
 
     def _agree_layout(self, timeout: float | None) -> dict[str, Any]:
         payload = self._declared.payload(self.recipe, self._recipe_digest, self._table.layout.position)
@@ -114,6 +131,15 @@ class UpdateProtocol:
     def _connect(self, communicator: str, device: torch.device) -> None:
         self._transport.connect(communicator, device, self._timeout)
         self._notes.communicator = communicator
+        self._stall.start(self._declared.stages)
+
+    def _note_connection(self, communicator: str) -> None:
+        self.flight.record(
+            "connect",
+            communicator=communicator,
+            layout=f"{self._table.layout.digest:#x}",
+            recipe=f"{self._recipe_digest:#x}",
+        )
 
     def _seed_weights(self) -> None:
         """Scales of cold weights from the MAX of their values over the holders; one collective."""
@@ -130,7 +156,7 @@ class UpdateProtocol:
                 amaxes[i] = seed_amax(weights[name]).to(amaxes.device)
         if self._reduces_amaxes:
             words = amaxes.view(torch.int32)
-            self._stall.publish("exit", self._serial, "freeze")
+            self._stall.progress.publish("exit", self._serial, "freeze")
             self._wait(self._transport.start_max(words), "freeze")
         self._table.seed(names, amaxes)
 
@@ -173,14 +199,19 @@ class UpdateProtocol:
         if verdict.abandoned_rank is not None:
             self._table.reset_row(step.part)
             self._aborts += 1
+            self.flight.record("abort", self._serial, step.tag, rank=verdict.abandoned_rank)
             return
         with phase("fp8dist::commit"):
             if verdict.growing_rank is not None:
+                self.flight.record("grow", self._serial, step.tag, rank=verdict.growing_rank)
                 self._grow(step)
             self._table.commit(step.part)
         self._commits += 1
         self._generation += 1
         step.committed = True
+        self.flight.record(
+            "commit", self._serial, step.tag, generation=self._generation, wait_s=self._last_wait
+        )
 
     def _header(self, step: Step, *, failed: bool = False) -> Header:
         return Header(
@@ -200,14 +231,35 @@ class UpdateProtocol:
     def _reduce(self, step: Step) -> Verdict:
         """The one collective of the step."""
         if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
-            self._notes.look(self._serial)  # peers that waited for this rank may have given up
+            with contextlib.suppress(TransportError):  # the reduction itself needs no store
+                self._notes.look(self._serial)  # peers that waited for this rank may have given up
         header = self._header(step)
         self._table.fill_header(encode(header), compare=self._reduces_amaxes)
-        self._stall.publish("exit", self._serial, step.tag, step.place)
+        self._stall.progress.publish("exit", self._serial, step.tag, step.place)
+        self.flight.record("enter", self._serial, step.tag, **self._flight_header(header))
         work = self._transport.start_max(self._payload)
         self._table.prepare(step.part)
         self._wait(work, step.tag)
         return decode(self._table.header.tolist(), header.world)
+
+    def _flight_header(self, header: Header) -> dict[str, int | str]:
+        """What `blame` compares. Digests that lie on a GPU stay there."""
+        words = self._table.class_words
+        digests = words[::2].tolist() if words.device.type == "cpu" and self._reduces_amaxes else []
+        layout = self._table.layout
+        scales = {
+            f"scales of {layout.label(c)}": f"{word:#x}"
+            for c, word in enumerate(digests)
+            if word != INT32_MIN
+        }
+        return {
+            "generation": header.generation,
+            "layout": f"{header.layout:#x}",
+            "recipe": f"{header.recipe:#x}",
+            "part": header.part.name or "",
+            "active": int(header.active),
+            **scales,
+        }
 
     @property
     def _payload(self) -> torch.Tensor:
@@ -273,12 +325,19 @@ class UpdateProtocol:
 
     # -- failing and recovering ---------------------------------------------------------------------------
 
+    def _note_error(self, error: BaseException, tag: Tag = None) -> None:
+        """Keep an error for `blame`, and what led to it if there is a place for that."""
+        self.flight.record("error", self._serial, tag, type=type(error).__name__, message=str(error)[:2000])
+        if self.flight_dir is not None:
+            self.flight.dump(self.flight_dir, f"{type(error).__name__} in step {tag!r}")
+
     def _fail(self, step: Step, error: BaseException) -> None:
         """Tell the peers that this rank left by `error`, without waiting for anybody."""
         if self.recipe.stateless:
             return
         self._broken = error
         self._aborts += 1
+        self._note_error(error, step.tag)
         self._notes.leave(self._transport.rank, step.tag, named(error), origin(error))
         if len(self._transport.global_ranks) > 1:
             self._table.reset_row()
@@ -316,9 +375,17 @@ class UpdateProtocol:
             plain = self._agree_layout(self._timeout)["layout"]
             self._table.bind(layout_from_plain(plain), self._transport.rank, self._table.device)
         self._connect(agreed["communicator"], self._table.device)
+        self._note_connection(agreed["communicator"])
         self._table.replace_words()
         self._pending = None
         self._broken = None
+        self.flight.record("recover", self._serial, generation=self._generation)
+
+
+def _recorder_name(name: str, transport: Transport) -> str:
+    """Two groups may have coordinators of one name, and write into one directory."""
+    ranks = transport.global_ranks
+    return name if ranks == tuple(range(len(ranks))) else f"{name} of {format_ranks(ranks)}"
 
 
 def named(error: BaseException) -> str:

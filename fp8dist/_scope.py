@@ -77,6 +77,7 @@ class ScopeState:
         tape: the scales of the checkpointed region that runs, where they move between its two forwards.
         implicit: amaxes are recorded although no scope is open, since something else commits.
         guarded: an update between a forward and its backward is an error, and autograd may say so.
+        on_first_request: called at the first request since a commit.
         on_record: called at every recording, where a trigger has to know of it.
         on_request: called at a request outside a scope; None refuses those.
     """
@@ -93,6 +94,7 @@ class ScopeState:
         self.tape: ScaleTape | None = None
         self.implicit = False
         self.guarded = True
+        self.on_first_request: Callable[[], None] | None = None
         self.on_record: Callable[[], None] | None = None
         self.on_request: Callable[[], None] | None = None
         self._open = False
@@ -144,7 +146,10 @@ class ScopeState:
                     "`.eval()` on the module if this is no training"
                 )
             self.on_request()
-        self.requested = True
+        if not self.requested:
+            self.requested = True
+            if self.on_first_request is not None:
+                self.on_first_request()
 
     def open(self) -> None:
         """Enter the outermost scope."""

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ._header import Tag
 from ._layout import format_ranks
-from .errors import CollectiveTimeout, TransportError
+from ._progress import (
+    KNOWN_BEFOREHAND,
+    Cards,
+    Progress,
+    ask_for_stacks,
+    last_act,
+    records,
+    stacks,
+    step_name,
+    waiting_elsewhere,
+)
+from .errors import CollectiveTimeout, Fp8DistError, TransportError
 from .transport import Control, Work
+from .transport._control import Request
 
 logger = logging.getLogger("fp8dist")
 
 SLICE = 0.1  # seconds between two looks at the store; bounds how long an abort can stay unseen
+RANKS_PER_SLICE = 256  # more ranks look less often, since one store answers them all
+SIGNS_OF_LIFE = 0.5  # seconds between two looks at the processes of this host
+TELLING = 2.0  # seconds that the rank which tells the others may take
+LINES = 16  # ranks that a story describes
 
 
 @dataclass
 class StallInspector:
-    """Publishes where this rank is, and waits for reductions on its behalf.
+    """Waits for reductions on this rank's behalf, and says who holds them up.
 
-    One record per rank and coordinator, overwritten at scope entry and at scope exit (about 7 us each, no
-    reply is awaited). Peers' records are read only after a wait has become suspicious.
+    The store is asked on the control plane's thread, so that a silent one costs no deadline.
     """
 
     control: Control
@@ -36,17 +51,26 @@ class StallInspector:
     global_ranks: Sequence[int]
     stall_warning: float | None
 
+    def __post_init__(self) -> None:
+        world = len(self.global_ranks)
+        self.progress = Progress(self.control, self.rank, world)
+        self.cards = Cards(self.control, world)
+        self._slice = SLICE * max(1.0, world / RANKS_PER_SLICE)
+
     def list_coordinator(self) -> None:
         """Enter this coordinator into the list that `story` looks through. One member does it."""
-        index = self.everyone.count("coordinators", 1)
-        entry = {"name": self.name, "prefix": self.control.prefix, "ranks": list(self.global_ranks)}
-        self.everyone.set(f"coordinator/{index}", json.dumps(entry))
 
-    def publish(self, phase: str, serial: int, tag: Tag, place: str = "") -> None:
-        """Say where this rank is: `open` or `exit` of scope number `serial`."""
-        if len(self.global_ranks) > 1:
-            record = {"phase": phase, "serial": serial, "tag": tag, "at": time.time(), "place": place}
-            self.control.set(f"progress/{self.rank}", json.dumps(record))
+        def enter() -> None:
+            index = self.everyone.count("coordinators", 1)
+            entry = {"name": self.name, "prefix": self.control.prefix, "ranks": list(self.global_ranks)}
+            self.everyone.set(f"coordinator/{index}", json.dumps(entry))
+
+        self.control.later(enter)
+
+    def start(self, stages: Sequence[int]) -> None:
+        """The ranks have connected: say who this one is, and learn who the others are."""
+        self.progress.start(stages)
+        self.control.later(self.cards.refetch)
 
     def wait(
         self, work: Work, serial: int, tag: Tag, timeout: float | None, look: Callable[[], None]
@@ -58,93 +82,167 @@ class StallInspector:
             serial: which scope of this coordinator it closes.
             tag: its step tag, for messages.
             timeout: seconds, None waits for ever.
-            look: called about every 0.1 s while the work is pending; raises to stop waiting.
+            look: asks the store for news, on another thread, about every 0.1 s; raises to stop waiting.
 
         Raises:
             CollectiveTimeout: names the ranks that have not entered.
-            TransportError: the communicator broke.
+            TransportError: the communicator broke, or a process of this host that takes part is gone.
         """
         start = time.monotonic()
-        warned = self.stall_warning is None
-        while not work.wait(SLICE):
-            look()
-            waited = time.monotonic() - start
-            if timeout is not None and waited > timeout:
-                missing, story = self.story(serial)
-                raise CollectiveTimeout(
-                    f"coordinator {self.name!r}, rank {self.rank}: the update of step {_step(tag, serial)} expects "
-                    f"all {len(self.global_ranks)} ranks within {timeout:g} s. {story}\nNo rank commits this step; "
-                    "call recover() on every rank once all of them can, or restart from a checkpoint",
-                    missing=missing,
-                )
-            if not warned and waited > (self.stall_warning or 0.0):
-                warned = True
-                logger.warning(
-                    "coordinator %r, rank %d has waited %.1f s in the update of step %s. %s",
-                    self.name, self.rank, waited, _step(tag, serial), self.story(serial)[1],
-                )  # fmt: skip
+        if work.wait(self._slice):
+            return time.monotonic() - start
+        watch = _Watch(self, serial, tag, timeout, look, start)
+        while not work.wait(self._slice):
+            watch.look(work)
         return time.monotonic() - start
+
+    def tells(self, serial: int) -> bool:
+        """Whether this rank shall find out who is missing; in large groups one does it for all."""
+        if len(self.global_ranks) <= KNOWN_BEFOREHAND:
+            return True
+        return self.control.count(f"telling/{serial}", 1) == 1
+
+    def inquire(self, serial: int) -> bool:
+        """Ask the missing ranks for their stacks, if it is this rank's part to tell. On the control thread."""
+        if not self.tells(serial):
+            return False
+        self.cards.fetch()
+        ask_for_stacks(self.control, self._missing(serial), secrets.token_hex(4))
+        return True
+
+    def _missing(self, serial: int) -> list[int]:
+        found = records(self.control, len(self.global_ranks))
+        return [
+            rank
+            for rank, record in enumerate(found)
+            if record is None or record["serial"] < serial or record["phase"] != "exit"
+        ]
 
     def story(self, serial: int) -> tuple[tuple[int, ...], str]:
         """Ranks that have not entered collective `serial`, and a line for each about its last act."""
-        missing, lines = [], []
         try:
-            elsewhere = self._waiting_elsewhere()
-            for rank in range(len(self.global_ranks)):
-                record = self._record(self.control, rank)
-                if record is not None and record["serial"] >= serial and record["phase"] == "exit":
-                    continue
-                missing.append(rank)
-                lines.append(f"  rank {rank}: {_last_act(record, serial)}{elsewhere.get(rank, '')}")
+            missing = self._missing(serial)
+            if not missing:
+                return (), "All ranks have entered; the network or a dying rank holds it up."
+            elsewhere = waiting_elsewhere(self.everyone, self.control, self.global_ranks)
+            told = missing[:LINES]
+            answers = stacks(self.control, told)
+            found = records(self.control, len(self.global_ranks))
         except TransportError as error:
-            return (), f"Who is missing cannot be said: {error}"
-        if not missing:
-            return (), "All ranks have entered; the network or a dying rank holds it up."
-        more = "" if len(lines) <= 16 else f"\n  ... and {len(lines) - 16} more"
+            return self.known_here(f"Who is missing cannot be said: {error}")
+        lines = []
+        for rank in told:
+            state = self.cards.state(rank)
+            alive = f"; its process is {state}" if state in ("gone", "stopped") else ""
+            stack = answers.get(rank, ("", ""))[1]
+            now = f"; now in {stack}" if stack and not alive else ""
+            act = last_act(found[rank], serial)
+            lines.append(f"  {self.cards.describe(rank)}: {act}{alive}{elsewhere.get(rank, '')}{now}")
+        more = "" if len(missing) <= LINES else f"\n  ... and {len(missing) - LINES} more"
         have = "has" if len(missing) == 1 else "have"
         return tuple(missing), (
-            f"{format_ranks(missing).capitalize()} {have} not entered:\n" + "\n".join(lines[:16]) + more
+            f"{format_ranks(missing).capitalize()} {have} not entered:\n" + "\n".join(lines) + more
         )
 
-    def _record(self, control: Control, rank: int) -> dict[str, Any] | None:
-        data = control.get(f"progress/{rank}")
-        return None if data is None else json.loads(data)
-
-    def _waiting_elsewhere(self) -> dict[int, str]:
-        """Of each member that waits in another coordinator's exit: which one. Scopes opened in another order
-        on another rank end like this."""
-        found = {}
-        for index in range(1, self.everyone.count("coordinators") + 1):
-            data = self.everyone.get(f"coordinator/{index}")
-            if data is None:
-                continue
-            other = json.loads(data)
-            if other["prefix"] == self.control.prefix:
-                continue
-            board = self.everyone.under(other["prefix"].removeprefix(self.everyone.prefix + "/"))
-            for other_rank, global_rank in enumerate(other["ranks"]):
-                record = self._record(board, other_rank)
-                if record is None or record["phase"] != "exit" or global_rank not in self.global_ranks:
-                    continue
-                found[self.global_ranks.index(global_rank)] = (
-                    f"; it was last seen in the exit of coordinator {other['name']!r} (step "
-                    f"{_step(record['tag'], record['serial'])}): open the scopes of several coordinators in the "
-                    "same order on every rank"
-                )
-        return found
+    def known_here(self, why: str) -> tuple[tuple[int, ...], str]:
+        """What can be said without the store: which processes of this host are gone or stopped."""
+        states = self.cards.not_alive()
+        lines = [f"\n  {self.cards.describe(rank)}: its process is {state}" for rank, state in states.items()]
+        return tuple(states), why + "".join(lines)
 
 
-def _step(tag: Tag, serial: int) -> str:
-    return f"{tag!r}" if tag is not None else f"number {serial} (no tag)"
+class _Watch:
+    """One wait that takes longer than it should."""
 
+    def __init__(
+        self,
+        inspector: StallInspector,
+        serial: int,
+        tag: Tag,
+        timeout: float | None,
+        look: Callable[[], None],
+        start: float,
+    ) -> None:
+        self._inspector, self._serial, self._tag, self._timeout = inspector, serial, tag, timeout
+        self._control, self._look = inspector.control, look
+        self._start = self._looked_for_life = start
+        self._news: Request[None] | None = None
+        self._inquiry: Request[bool] | None = None
+        warning = inspector.stall_warning
+        self._warns_at = warning
+        self._deadline = timeout
+        # Stacks take a moment to come in, and should be there when they are wanted.
+        moments = [0.6 * seconds for seconds in (warning, timeout) if seconds is not None]
+        self._inquires_at = min(moments, default=None)
 
-def _last_act(record: dict[str, Any] | None, serial: int) -> str:
-    if record is None:
-        return "it has not opened any scope"
-    ago = f"{max(0.0, time.time() - record['at']):.1f} s ago"
-    step = _step(record["tag"], record["serial"])
-    where = f" at {record['place']}" if record["place"] else ""
-    if record["phase"] == "open":
-        return f"it opened step {step}{where} {ago} and is still inside (forward, backward or the schedule's P2P)"
-    behind = "" if record["serial"] == serial - 1 else f" ({serial - record['serial']} scopes behind)"
-    return f"it left step {step} {ago} and has opened no scope since{behind}"
+    def look(self, work: Work) -> None:
+        """What a waiting rank does about ten times a second."""
+        self._hear()
+        now = time.monotonic()
+        waited = now - self._start
+        if now - self._looked_for_life > SIGNS_OF_LIFE:
+            self._looked_for_life = now
+            self._look_for_dead(work)
+        if self._inquires_at is not None and waited > self._inquires_at:
+            self._inquires_at = None
+            self._inquiry = self._control.later(lambda: self._inspector.inquire(self._serial))
+        if self._deadline is not None and waited > self._deadline:
+            self._give_up(waited)
+        if self._warns_at is not None and waited > self._warns_at:
+            self._warns_at = None
+            if self._is_teller():
+                logger.warning(
+                    "coordinator %r, rank %d has waited %.1f s in the update of step %s. %s",
+                    self._inspector.name, self._inspector.rank, waited,
+                    step_name(self._tag, self._serial), self._story()[1],
+                )  # fmt: skip
+
+    def _hear(self) -> None:
+        """Raise what the last look has found, and look again."""
+        if self._news is not None and not self._news.wait(0):
+            return
+        news, self._news = self._news, None
+        if news is not None:
+            try:
+                news.result()
+            except TransportError as error:
+                logger.debug("no news: %s", error)  # the reduction itself does not need the store
+        self._news = self._control.later(self._look)
+
+    def _look_for_dead(self, work: Work) -> None:
+        cards = self._inspector.cards
+        dead = [rank for rank, state in cards.not_alive().items() if state == "gone"]
+        # A rank may leave the reduction, and its process end, a little earlier than this one notices.
+        if dead and not work.wait(SLICE):
+            self._hear()
+            raise TransportError(f"the process of {cards.describe(dead[0])} is gone")
+
+    def _is_teller(self) -> bool:
+        if self._inquiry is None or not self._inquiry.wait(TELLING):
+            return True  # the store is silent, and each rank says what it knows
+        try:
+            return self._inquiry.result()
+        except (Fp8DistError, RuntimeError):
+            return True
+
+    def _story(self) -> tuple[tuple[int, ...], str]:
+        inspector = self._inspector
+        request = self._control.later(lambda: inspector.story(self._serial))
+        if not request.wait(TELLING):
+            return inspector.known_here("Who is missing cannot be said: the store does not answer.")
+        return request.result()
+
+    def _give_up(self, waited: float) -> None:
+        inspector = self._inspector
+        assert self._timeout is not None
+        if waited < self._timeout + TELLING and not self._is_teller():
+            return  # who tells leaves a note for all
+        missing, story = self._story()
+        world = len(inspector.global_ranks)
+        raise CollectiveTimeout(
+            f"coordinator {inspector.name!r}, rank {inspector.rank}: the update of step "
+            f"{step_name(self._tag, self._serial)} expects all {world} ranks within {self._timeout:g} s. {story}\n"
+            "No rank commits this step; call recover() on every rank once all of them can, or restart from a "
+            "checkpoint",
+            missing=missing,
+        )

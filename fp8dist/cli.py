@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from .blame import Judgement
     from .conformance import Report
 
 app = typer.Typer(
@@ -63,6 +64,67 @@ def _table(title: str, reports: list[Report]) -> Table:
         numbers = (r.settings, r.steps, r.histories_exact, r.scales_exact, r.largest_ulp)
         table.add_row(r.rule_set, *map(str, numbers), verdict)
     return table
+
+
+@app.command()
+def blame(
+    directory: Annotated[Path, typer.Argument(help="Directory with the flight recorder dumps of all ranks.")],
+    coordinator: Annotated[str | None, typer.Option(help="Judge only this coordinator.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Also write a trace for ui.perfetto.dev.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and no table.")] = False,
+) -> None:
+    """Name the rank that was the first to differ from the others, and what to do.
+
+    Exit code 0: nothing is wrong. Exit code 1: the ranks disagree, or one failed or is missing. Exit code 2: no
+    dumps, one that is damaged, no such coordinator, or the trace cannot be written.
+    """
+    import json
+
+    from .blame import judge, read_directory, trace
+
+    try:
+        runs = read_directory(directory)
+        if coordinator is not None:
+            if coordinator not in runs:
+                known = ", ".join(map(repr, runs))
+                raise ValueError(f"{directory}: expected a coordinator {coordinator!r} but got {known}")
+            runs = {coordinator: runs[coordinator]}
+        if perfetto is not None:
+            perfetto.write_text(json.dumps(trace(runs)), encoding="ascii")
+    except (OSError, ValueError) as error:
+        typer.echo(f"fp8dist blame: {error}", err=True)
+        raise typer.Exit(2) from None
+    judgements = [judge(dumps) for dumps in runs.values()]
+    if as_json:
+        typer.echo(json.dumps([j.as_plain() for j in judgements], indent=2))
+    else:
+        _print_judgements(judgements)
+    if any(j.finding is not None for j in judgements):
+        raise typer.Exit(1)
+
+
+def _print_judgements(judgements: list[Judgement]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    for judgement in judgements:
+        if len(judgements) > 1:
+            typer.echo(f"coordinator {judgement.coordinator!r}:")
+        typer.echo("\n".join(judgement.lines))
+        title = escape(f"coordinator {judgement.coordinator!r}, {judgement.world} ranks")
+        table = Table(title=title, caption=judgement.caption or None)
+        table.add_column("rank", justify="right")
+        for heading in ("host", "last commit", "now", "last event"):
+            table.add_column(heading)
+        table.add_column("age", justify="right")
+        table.add_column("dump")
+        for row in judgement.rows:
+            age = "" if row.age is None else f"{row.age:.1f} s"
+            cells = (row.host, row.committed, row.where, row.last, age, row.dump)
+            guilty = judgement.finding is not None and row.rank in judgement.finding.ranks
+            table.add_row(str(row.rank), *map(escape, cells), style="bold red" if guilty else None)
+        Console().print(table)
 
 
 def main() -> None:

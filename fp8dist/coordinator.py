@@ -14,9 +14,10 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -74,6 +75,9 @@ class ReductionGroupCoordinator(UpdateProtocol):
         stall_warning: seconds after which a waiting rank logs who is missing; None never warns.
         timeout: seconds after which it raises `CollectiveTimeout`; None waits for ever. The first step gets
             three times that, since it may compile.
+        flight_dir: where the flight recorder (the newest 4096 events of this rank) is written when an error
+            leaves a step or one of these methods, one file per rank; read it with `fp8dist blame`. None: only
+            `dump_flight()` writes it.
         trigger: what commits outside a step scope (inside one, its exit always does):
 
             * `step`: nothing should be there; a backward outside a scope is committed at its end, with one
@@ -98,6 +102,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
         store: Store | None = None,
         stall_warning: float | None = 30.0,
         timeout: float | None = 300.0,
+        flight_dir: str | Path | None = None,
         trigger: Trigger = "step",
         update_every: UpdateEvery = "step",
     ) -> None:
@@ -116,7 +121,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
                 raise ValueError(f"{what} expects seconds > 0 or None but got {seconds!r}")
         if not name or "/" in name:
             raise ValueError(f"name expects a non-empty string without '/' but got {name!r}")
-        super().__init__(recipe, resolve(group, store), name, stall_warning, timeout)
+        directory = None if flight_dir is None else Path(flight_dir)
+        super().__init__(recipe, resolve(group, store), name, stall_warning, timeout, directory)
         self.trigger = trigger
         self.update_every = update_every
         self._lock = threading.RLock()
@@ -211,7 +217,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
             self._check_usable()
             if self._table.bound or self.recipe.stateless:
                 return
-            with phase("fp8dist::freeze"):
+            with phase("fp8dist::freeze"), self._noting_errors():
                 self._agree_and_connect()
                 if self._waiting_columns is not None:
                     self._table.load(self._waiting_columns)
@@ -265,7 +271,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
         self._serial += 1
         if not self.recipe.stateless:
             self._table.refresh_digests()  # here and not at the exit, where all ranks wait for the slowest
-            self._stall.publish("open", self._serial, step.tag, step.place)
+            self._stall.progress.publish("open", self._serial, step.tag, step.place)
+            self.flight.record("open", self._serial, step.tag, place=step.place)
 
     def _leave(self, step: Step, error: BaseException | None) -> None:
         with self._lock:
@@ -299,6 +306,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
         except BaseException as cause:
             self._broken = cause
             self._aborts += 1
+            self._note_error(cause, step.tag)
             self._scope.committed()
             if not isinstance(cause, Fp8DistError):  # KeyboardInterrupt in the wait, a rule that raised
                 self._notes.leave(self._transport.rank, step.tag, named(cause), origin(cause))
@@ -458,7 +466,36 @@ class ReductionGroupCoordinator(UpdateProtocol):
             if not self._table.bound:
                 self._broken = None
                 return
-            self._bring_together()
+            with self._noting_errors():
+                self._bring_together()
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._note_error(error)
+            raise
+
+    def note_chunk(self, action: str, stage: int, microbatch: int | None = None) -> None:
+        """Note what a pipeline schedule has begun; a stall's message and the flight recorder tell it.
+
+        Args:
+            action: `F`, `B`, `W` (weight gradients) or `I` (input gradients).
+            stage: index of the stage.
+            microbatch: its number, if it is known.
+        """
+        self._stall.progress.chunk(action, stage, microbatch)
+        number = {} if microbatch is None else {"microbatch": microbatch}
+        self.flight.record("chunk", self._serial, action=action, stage=stage, **number)
+
+    def dump_flight(self, directory: str | Path, reason: str = "asked for") -> Path:
+        """Write this rank's flight recorder into `directory`; see `fp8dist blame`.
+
+        Returns:
+            The path of the file. A file system that refuses is logged and not raised.
+        """
+        return self.flight.dump(directory, reason)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -471,23 +508,26 @@ class ReductionGroupCoordinator(UpdateProtocol):
             `{"generation": int64 [], "slots": {name: {"history": float32 [L] oldest first, -1 where
             absent; "scale": float32 []; "warm": bool []}}}`.
         """
-        if self.pending:
-            raise ScopeError(
-                f"coordinator {self.name!r} has recorded amaxes that are not committed yet; call flush() on every rank "
-                "before saving"
-            )
-        columns = self._table.export() if self._table.bound else None
-        return _state.to_plain(self._generation, columns)
+        with self._lock:
+            if self.pending:
+                raise ScopeError(
+                    f"coordinator {self.name!r} has recorded amaxes that are not committed yet; call flush() on every "
+                    "rank before saving"
+                )
+            return _state.to_plain(self._generation, _state.current(self._table, self._waiting_columns))
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a state of `state_dict()`, matched by name; names of other ranks are passed over.
 
+        Declare the slots first (`convert`). Every rank loads, from one checkpoint.
+
         Args:
             state: what `state_dict` gave.
-            strict: every own slot must be there.
+            strict: every own slot must be there; otherwise those that are not start afresh.
 
         Raises:
-            ValueError: a slot is missing (strict), or a field has another shape or dtype; nothing is changed.
+            ValueError: a slot is missing (strict), or a field has another shape or dtype or holds what no run
+                writes; nothing is changed.
             ScopeError: a scope is open.
         """
         with self._lock:
@@ -496,15 +536,40 @@ class ReductionGroupCoordinator(UpdateProtocol):
                 raise ScopeError(
                     f"load_state_dict() expects no open scope but one was opened at {self._open[0].place}"
                 )
-            generation, columns = _state.from_plain(
-                state, list(self._table.slots), self.recipe.history_len, strict=strict
-            )
+            own = _state.loadable(self._table, strict=strict)
+            generation, columns = _state.from_plain(state, own, self.recipe, strict=strict)
+            if strict and not own and state["slots"] and len(self._transport.global_ranks) == 1:
+                raise ValueError(
+                    "load_state_dict() expects declared slots but got none; convert the model first"
+                )
+            self.drop_recorded()  # by a run that is left now
+            self._autocasts = 0
             if self._table.bound:
                 self._table.load(columns)
             else:
                 self._waiting_columns = columns
             self._generation = generation
             self._state_loaded = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Own rank in the group, and the number of its ranks."""
+        return self._transport.rank, len(self._transport.global_ranks)
+
+    def moment(self) -> str:
+        """A text that is equal on all ranks at one point of a run, and never comes again at a later step.
+
+        It tells which files of a checkpoint belong together.
+
+        Raises:
+            ScopeError: the ranks have not met yet.
+        """
+        if not self._table.bound:
+            raise ScopeError(
+                f"coordinator {self.name!r} expects the ranks to have met before it is saved; call freeze() on every "
+                "rank first"
+            )
+        return f"{self._notes.communicator}-{self._serial}"
 
     def digest(self) -> int:
         """One int, equal on all ranks that hold equal state of equal slots."""
@@ -576,14 +641,21 @@ class ReductionGroupCoordinator(UpdateProtocol):
                     "step was not committed and peers wait for it"
                 )
             self._closed = True
+            self.flight.record("close", self._serial, scopes=self._serial)
             try:
                 if self._broken is None and self._table.bound:
-                    self._notes.close(self._serial)
+                    with self._noting_errors():
+                        self._notes.close(self._serial)
             except TransportError as error:
                 logger.warning("coordinator %r closes without its peers: %s", self.name, error)
             finally:
-                self._transport.disconnect()
-                self._release()
+                self._drop()
+
+    def _drop(self) -> None:
+        self._stall.progress.end()
+        self._transport.disconnect()
+        self._release()
+        self._transport.control.line.stop()
 
     def __enter__(self) -> ReductionGroupCoordinator:
         return self
@@ -591,8 +663,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
             self._closed = True
-            self._transport.disconnect()
-            self._release()
+            self._drop()
         else:
             self.close()
 

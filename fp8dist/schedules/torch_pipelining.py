@@ -60,6 +60,8 @@ class AttachedSchedule:
             if not self._gate_is_for_training:
                 return chunk(*args, **kwargs)
             halves = self._halves(method, stage, args, kwargs)
+            microbatch = args[0] if args and isinstance(args[0], int) else None
+            self._coordinator.note_chunk(_letter(method, halves), stage.stage_index, microbatch)
             with self._gate_open():
                 result = chunk(*args, **kwargs)
             with self._lock:
@@ -238,6 +240,14 @@ def _letters(actions: Iterable[Any]) -> Iterator[str]:
         if action is not None:  # a bubble
             yield action.computation_type.value
             yield from _letters(action.sub_actions or ())
+
+
+def _letter(method: str, halves: tuple[str, ...]) -> str:
+    if method == _FORWARD:
+        return "F"
+    if method == _WEIGHT:
+        return "W"
+    return "B" if _WEIGHT in halves else "I"
 
 
 def _fork(stages: Sequence[Any]) -> None:

@@ -148,6 +148,11 @@ def test_a_killed_rank_is_named_and_nobody_waits_for_the_timeout(moment: str) ->
             assert end.before == end.after
 
 
+def slow_user_code(seconds: float) -> None:
+    """Its name must show up in the story of those that wait."""
+    time.sleep(seconds)
+
+
 def test_a_rank_that_never_enters_is_named_with_its_last_act() -> None:
     def run(rank: int, world: int) -> Ended | None:
         coordinator = make(timeout=1.0, stall_warning=None)
@@ -156,7 +161,8 @@ def test_a_rank_that_never_enters_is_named_with_its_last_act() -> None:
             record(slot, 1.0)
         if rank == 1:
             coordinator.step(17).__enter__()
-            time.sleep(2.5)
+            coordinator.note_chunk("F", 1, 4)
+            slow_user_code(2.5)
             return None
         if rank == 3:
             time.sleep(2.5)
@@ -173,8 +179,13 @@ def test_a_rank_that_never_enters_is_named_with_its_last_act() -> None:
         assert end.error == "CollectiveTimeout"
         assert end.missing == (1, 3)
         assert "Ranks 1, 3 have not entered" in end.text
-        assert "rank 1: it opened step 17 at" in end.text
-        assert "rank 3: it left step 16" in end.text
+        one, three = end.text.splitlines()[1:3]
+        assert one.startswith("  rank 1 (host ")
+        assert "it opened step 17 at" in one
+        assert "its last event is forward of stage 1, microbatch 4, " in one
+        assert "now in slow_user_code (" in one
+        assert three.startswith("  rank 3 (host ")
+        assert "it left step 16 " in three
         assert 0.9 < end.seconds < 2.0
         assert end.before == end.after
 

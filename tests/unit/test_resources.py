@@ -54,6 +54,12 @@ def compiled(net: Net) -> Forward:
     return torch.compile(net.body, backend="aot_eager", fullgraph=True)
 
 
+def fill_ring(coordinator: f8.ReductionGroupCoordinator) -> None:
+    """The flight recorder keeps a fixed number of events; from here on each new one drops an old one."""
+    for _ in range(5000):
+        coordinator.flight.record("open", 1, None, place="here")
+
+
 def census() -> tuple[Counter[str], int]:
     """Living objects by type, and the bytes that tensors hold."""
     gc.collect()
@@ -71,6 +77,7 @@ def test_steps_leave_nothing_behind(how: Callable[[Net], Forward]) -> None:
     with f8.ReductionGroupCoordinator(f8.DelayedScaling(amax_history_len=4)) as coordinator:
         torch.manual_seed(0)
         net = f8.convert(Net(), coordinator)
+        fill_ring(coordinator)
         forward = how(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
@@ -100,6 +107,7 @@ def test_steps_leave_nothing_behind(how: Callable[[Net], Forward]) -> None:
 def test_steps_that_fail_leave_nothing_behind() -> None:
     with f8.ReductionGroupCoordinator(f8.DelayedScaling(amax_history_len=4)) as coordinator:
         net = f8.convert(Net(), coordinator)
+        fill_ring(coordinator)
 
         def fail(gradient: torch.Tensor) -> None:
             raise ArithmeticError("in a hook")
