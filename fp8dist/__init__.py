@@ -1,6 +1,7 @@
 """FP8 training with delayed scaling on many ranks: one self-checking collective per optimizer step."""
 
-from . import schedules
+from . import checkpoints, schedules, te_state
+from ._flight import dump_on_signal
 from ._header import Tag
 from ._recipe_state import RecipeState
 from ._slots import Slot
@@ -68,11 +69,14 @@ __all__ = [
     "autocast",
     "backward_quantization_update_needed",
     "checkpoint",
+    "checkpoints",
     "convert",
+    "dump_on_signal",
     "enable_fp8_all_gather",
     "quantization_backward_scope",
     "reduce_and_update_fp8_tensors",
     "reduce_and_update_quantization_state",
     "request_backward_quantization_update",
     "schedules",
+    "te_state",
 ]

@@ -50,15 +50,21 @@ def layout(brought: Brought) -> dict[str, Any]:
 
 
 def recovery(brought: Brought) -> dict[str, Any]:
-    """The generation all ranks go back to, and a name for the new communicator.
+    """The generation all ranks go to, and a name for the new communicator.
 
     Raises:
-        RanksDisagree: some rank is further ahead than its undo record reaches.
+        RanksDisagree: some rank is further ahead than its undo record reaches, or shall be healed otherwise.
     """
-    generations = [payload["generation"] for payload, _ in brought]
-    lowest = min(generations)
+    generations = {rank: payload["generation"] for payload, ranks in brought for rank in ranks}
+    healers = by_value(brought, "heal_from")
+    if len(healers) > 1:
+        raise RanksDisagree(
+            f"recover() expects the same heal_from on every rank but got {said(healers)}", field="heal_from"
+        )
+    healer = brought[0][0]["heal_from"]
+    lowest = min(generations.values()) if healer is None else generations[healer]
     unreachable = [p["generation"] > lowest + p["undoable"] for p, _ in brought]
-    if any(unreachable):
+    if healer is None and any(unreachable):
         raise RanksDisagree(
             f"recover() expects all ranks within one commit of each other but their generations are "
             f"{said(by_value(brought, 'generation'))}; load one checkpoint on every rank instead",

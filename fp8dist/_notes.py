@@ -30,8 +30,8 @@ MENDS = {
     "part": "Some rank commits its forward slots where others commit gradients: run the same autocasts and backwards.",
     "generation": "Load the same checkpoint on every rank.",
     "scopes": "Some rank skipped a step or ran one more: every rank opens one scope per optimizer step.",
-    "scales": "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them "
-    "only): load one checkpoint on every rank.",
+    "scales": "They have drifted apart (memory corruption, or a state loaded on some ranks only): load one checkpoint "
+    "on every rank, or let every rank call recover(heal_from=RANK) with a rank that is right.",
 }
 
 
@@ -129,6 +129,10 @@ class Notes:
             f"rank commits the step (this is rank {self.rank}). {MENDS[field]}",
             field=field,
         )
+
+    def board(self, name: str) -> Control:
+        """A part of the store for one purpose on the present communicator."""
+        return self.control.under(f"{name}/{self.communicator}")
 
     def close(self, scopes: int) -> None:
         """Post how many scopes this rank ran, and compare with the peers that close as well.

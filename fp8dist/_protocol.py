@@ -22,17 +22,18 @@ import torch
 from . import _decisions
 from ._amax import ABSENT
 from ._declarations import Declarations
+from ._drift import Member
 from ._flight import FlightRecorder
 from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode
 from ._layout import format_ranks, layout_from_plain
 from ._negotiate import Negotiator
-from ._notes import NOTE_GRACE, Notes
+from ._notes import MENDS, NOTE_GRACE, Notes
 from ._scope import ScopeState
 from ._slot_table import SlotTable
 from ._stall import StallInspector
 from ._step import Step, origin, phase
 from ._weights import seed_amax
-from .errors import CollectiveTimeout, TransportError
+from .errors import CollectiveTimeout, RanksDisagree, TransportError
 from .recipe import Recipe
 from .transport import Transport, Work
 
@@ -300,20 +301,31 @@ class UpdateProtocol:
         if verdict.failed_rank is not None:
             self._notes.look_for(NOTE_GRACE, self._serial)
             raise self._notes.peer_aborted(verdict.failed_rank)
-        if verdict.disagreements or verdict.classes:
-            layout, digests = self._table.layout, self._table.class_words[::2].tolist()
-            mine = [c for c in verdict.classes if digests[c] != INT32_MIN]
+        if verdict.disagreements:
+            layout = self._table.layout
             values = {
                 "tag": repr(step.tag),
                 "layout": layout.digest,
                 "recipe": self._recipe_digest,
                 "generation": self._generation,
                 "part": step.part.name,
-                "scales": ", ".join(f"{digests[c]:#x} for those of {layout.label(c)}" for c in mine)
-                or "none of them",
             }
-            field = verdict.disagreements[0] if verdict.disagreements else "scales"
-            raise self._notes.disagreement(field, values, self._serial, step.tag)
+            raise self._notes.disagreement(verdict.disagreements[0], values, self._serial, step.tag)
+        if verdict.classes:
+            raise self._drifted_apart(verdict.classes[0], step.tag)
+
+    def _drifted_apart(self, c: int, tag: Tag) -> RanksDisagree:
+        """The error that names the slots of class `c` whose scales or histories differ, and the ranks."""
+        layout = self._table.layout
+        names, digests, scales = self._table.members_of_class(c)
+        board = self._notes.board(f"drift/{self._serial}")
+        found = Member(board, self._transport.rank, layout.holders[c], names, digests, scales).search()
+        return RanksDisagree(
+            f"coordinator {self.name!r}, step {tag!r}: {layout.label(c)} expect equal scales and histories of their "
+            f"{len(names)} slots but these differ: {found or 'which, could not be found out'}. No rank commits the "
+            f"step (this is rank {self._transport.rank}). {MENDS['scales']}",
+            field="scales",
+        )
 
     def drop_recorded(self) -> None:
         """Forget what was recorded since the last commit, because it belongs to no step."""
@@ -355,9 +367,10 @@ class UpdateProtocol:
             "rank catches its error and calls coordinator.recover()."
         )
 
-    def _bring_together(self) -> None:
+    def _bring_together(self, heal_from: int | None) -> None:
         """Back to the lowest generation of any rank, on a new communicator. A collective."""
         payload = {
+            "heal_from": heal_from,
             "generation": self._generation,
             "undoable": int(self._table.can_undo),
             "layout": self._table.layout.digest,
@@ -367,7 +380,7 @@ class UpdateProtocol:
         agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
         self._transport.catch_up(agreed["started"])
         self._serial = agreed["scopes"]  # a rank may have failed before it opened the scope
-        if self._generation > agreed["generation"]:
+        if heal_from is None and self._generation > agreed["generation"]:
             undone = self._table.undo()
             assert undone, "the undo record was there when the ranks agreed"
             self._generation -= 1
@@ -377,9 +390,26 @@ class UpdateProtocol:
         self._connect(agreed["communicator"], self._table.device)
         self._note_connection(agreed["communicator"])
         self._table.replace_words()
+        if heal_from is not None:
+            self._heal(heal_from)
+            self._generation = agreed["generation"]
         self._pending = None
         self._broken = None
         self.flight.record("recover", self._serial, generation=self._generation)
+
+    def _heal(self, rank: int) -> None:
+        """Take over one rank's state, in one collective."""
+        layout, me = self._table.layout, self._transport.rank
+        # Of what it does not hold the lowest holder gives its own.
+        givers = [rank if rank in ranks else ranks[0] for ranks in layout.holders]
+        words = self._table.columns_as_words(layout.names)
+        mine = torch.tensor([givers[c] == me for c in layout.class_of], device=words.device)
+        words[~mine] = INT32_MIN
+        if self._reduces_amaxes:
+            self._stall.progress.publish("exit", self._serial, "heal")
+            self._wait(self._transport.start_max(words), "heal")
+        self._table.load_words(layout.names, words)
+        self._table.reset_row()
 
 
 def _recorder_name(name: str, transport: Transport) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .recipe import DelayedScaling, Recipe
 
 _FP32 = torch.finfo(torch.float32)
+DIGEST_ROWS = 16  # rows of the histories that one step's digests cover
+_SPREAD = 0x2545F49  # odd, so that its multiples differ
 
 
 class RecipeState:
@@ -154,6 +156,27 @@ class RecipeState:
         rows = self.history_rows().clamp_(min=0)
         rows[:1] = 0
         return rows
+
+    def digests(self, generation: int) -> torch.Tensor:
+        """An int32 [n]: of each slot's scale, and of up to 16 rows of its history.
+
+        Longer histories are taken in turns, so that a commit's cost does not grow with them. A sum of bits times
+        odd multipliers, modulo 2**32: a change of one value always shows.
+
+        Args:
+            generation: equal on all ranks; says whose turn it is.
+        """
+        length = self.history.shape[0]
+        rows = min(length, DIGEST_ROWS)
+        first = (generation * rows) % length
+        ages = torch.arange(first, first + rows).remainder_(length).to(self.device)
+        bits = self._rows_of_age(ages).view(torch.int32)
+        multipliers = (ages * _SPREAD | 1).to(torch.int32)
+        return (bits * multipliers[:, None]).sum(0, dtype=torch.int32) + self.scale.view(torch.int32)
+
+    def _rows_of_age(self, ages: torch.Tensor) -> torch.Tensor:
+        """Rows of `history_rows()`: 0 is the oldest."""
+        return self.history_rows()[ages]
 
     def load(self, history_rows: torch.Tensor, scale: torch.Tensor, warm: torch.Tensor) -> None:
         """Go on from a saved state as if never stopped. `nonfinite` goes on counting.
@@ -301,6 +324,11 @@ class AgingState(DelayedState):
     def _is_clean(self, amax: torch.Tensor) -> bool:
         """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
         return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
+
+    def _rows_of_age(self, ages: torch.Tensor) -> torch.Tensor:
+        if self._enter_moves_slots:  # every slot has an oldest row of its own
+            return super()._rows_of_age(ages)
+        return self.history.index_select(0, (ages + self.head).remainder_(self.history.shape[0]))
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         """Put the amaxes into the windows; return the row that holds them."""

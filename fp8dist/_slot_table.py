@@ -167,6 +167,7 @@ class SlotTable:
             self._states.append(state)
         self._columns = (slice(0, n_forward), slice(n_forward, n))
         self._committed = []
+        self._generation_of_digests = 0
         self._n_forward_union = sum(not is_backward(name) for name in layout.names)
         self._allocate(header_words(len(layout.holders)), len(layout.names))
         if kept is not None:
@@ -338,20 +339,33 @@ class SlotTable:
         """How many infinite or NaN amaxes were reduced so far."""
         return self.nonfinite_before + sum(int(state.nonfinite.sum()) for state in self._states)
 
-    def refresh_digests(self) -> None:
-        """Recompute the header's pair of every class from the scales.
+    def refresh_digests(self, generation: int) -> None:
+        """Recompute the header's pair of every class from the scales and histories.
 
-        A sum of bits times odd multipliers, modulo 2**31: a change of one scale always shows. Classes are
-        contiguous within a direction, so their sums are differences of a running sum.
+        A sum of digests times odd multipliers: a change of one slot shows. Classes are contiguous within a
+        direction, so their sums are differences of a running sum.
         """
-        products = self._scale.view(torch.int32) * self._multipliers
+        self._generation_of_digests = generation
+        products = self._slot_digests() * self._multipliers
         ends = torch.cumsum(products, 0, dtype=torch.int64)[self._run_end]
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
         sums.index_add_(0, self._run_class, ends)
         sums.index_add_(0, self._run_class[1:], ends[:-1], alpha=-1)
-        digests = (sums & MASK31).to(torch.int32)
+        # The header has 31 bits. Without the fold a sign alone (-1 for absent, and an amax of 1) would not show.
+        digests = ((sums ^ (sums >> 16)) & MASK31).to(torch.int32)
         pairs = digests[self._pair_class] * self._pair_sign
         self.class_words = torch.where(self._pair_held, pairs, self._neutral)
+
+    def _slot_digests(self) -> torch.Tensor:
+        return torch.cat([state.digests(self._generation_of_digests) for state in self._states])
+
+    def members_of_class(self, c: int) -> tuple[list[str], list[int], list[float]]:
+        """Names of the slots of class `c`; their digests and scales, empty if this rank holds none of them."""
+        names = [name for name, of in zip(self.layout.names, self.layout.class_of, strict=True) if of == c]
+        if not self._held[c]:
+            return names, [], []
+        mine = (self._class == c).nonzero().reshape(-1)
+        return names, self._slot_digests()[mine].tolist(), self._scale[mine].tolist()
 
     def full_digests(self) -> dict[int, int]:
         """Digest over scales, coldness and histories of each class this rank holds."""

@@ -270,7 +270,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
         self._forget_reloaded_weights()
         self._serial += 1
         if not self.recipe.stateless:
-            self._table.refresh_digests()  # here and not at the exit, where all ranks wait for the slowest
+            # Here and not at the exit, where all ranks wait for the slowest.
+            self._table.refresh_digests(self._generation)
             self._stall.progress.publish("open", self._serial, step.tag, step.place)
             self.flight.record("open", self._serial, step.tag, place=step.place)
 
@@ -446,13 +447,20 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     # -- failing and recovering --------------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def recover(self, *, heal_from: int | None = None) -> None:
         """Bring all ranks back to one state after a failed step. A collective: every rank calls it.
 
         Every rank goes to the lowest generation that any rank has (a death inside the reduction can leave
         some one commit ahead), and a new communicator is built. The step can then be repeated or skipped.
 
+        Args:
+            heal_from: group rank whose scales and histories all ranks take over, after `RanksDisagree` has told
+                that they have drifted apart; slots that it does not hold come from the lowest rank that does.
+                The same on every rank. None: every rank keeps its own.
+
         Raises:
+            RanksDisagree: ranks name different `heal_from`.
+            ValueError: `heal_from` is no rank of the group.
             CollectiveTimeout: a rank did not come (it names them); dead ranks cannot be recovered from, let
                 the launcher restart from a checkpoint.
             ScopeError: a scope is open on this rank.
@@ -463,11 +471,14 @@ class ReductionGroupCoordinator(UpdateProtocol):
                 raise ScopeError(
                     f"recover() expects no open scope but one was opened at {self._open[0].place}"
                 )
+            world = len(self._transport.global_ranks)
+            if heal_from is not None and not 0 <= heal_from < world:
+                raise ValueError(f"heal_from expects a rank in [0, {world}) but got {heal_from}")
             if not self._table.bound:
                 self._broken = None
                 return
             with self._noting_errors():
-                self._bring_together()
+                self._bring_together(heal_from)
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-needed = "torch numpy rich typer pytest pytest-mpi pytest-timeout hypothesis mpi4py".split()
+needed = "torch numpy rich safetensors typer pytest pytest-mpi pytest-timeout hypothesis mpi4py".split()
 try:
     for name in [*needed, sys.argv[1]]:
         metadata.version(name)

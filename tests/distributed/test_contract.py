@@ -198,24 +198,56 @@ def test_another_tag_is_told_on_every_rank_with_the_values(
     assert history(coordinator, "a.input")[-2:] == [1.0, 2.0]
 
 
-def test_a_scale_that_drifted_by_one_ulp_is_found_and_named(world: World, make: Make) -> None:
+def one_ulp_off(value: torch.Tensor) -> torch.Tensor:
+    return (value.clone().view(torch.int32) + 1).view(torch.float32)
+
+
+def corrupt(coordinator: f8.ReductionGroupCoordinator, name: str, field: str) -> None:
+    """Change one value by one ulp, as a flipped bit in memory would."""
+    bad = coordinator.state_dict()
+    value = bad["slots"][name][field].reshape(-1)
+    value[-1:] = one_ulp_off(value[-1:])
+    bad["slots"][name][field] = value.reshape(bad["slots"][name][field].shape)
+    coordinator.load_state_dict(bad)
+
+
+@pytest.mark.parametrize("field", ["scale", "history"])
+def test_a_value_that_drifted_by_one_ulp_is_found_and_named_and_healed(
+    world: World, make: Make, field: str
+) -> None:
     coordinator = make()
-    slot = coordinator.slot("a.input")
+    slots = [coordinator.slot(f"layers.{i}.input") for i in range(20)]
     with coordinator.step():
-        record(slot, 3.0)
-    good = coordinator.state_dict()
-    if world.rank == 1:
-        bad = coordinator.state_dict()
-        bits = bad["slots"]["a.input"]["scale"].clone().view(torch.int32) + 1
-        bad["slots"]["a.input"]["scale"] = bits.view(torch.float32)
-        coordinator.load_state_dict(bad)
-    with pytest.raises(f8.RanksDisagree, match="same scales") as raised, coordinator.step():
-        record(slot, 1.0)
+        for slot in slots:
+            record(slot, 3.0)
+    before = coordinator.state_dict()
+    bad = world.size - 1
+    if world.rank == bad:
+        corrupt(coordinator, "layers.13.input", field)
+    with pytest.raises(f8.RanksDisagree) as raised, coordinator.step():
+        record(slots[0], 1.0)
     assert raised.value.field == "scales"
-    coordinator.recover()
-    coordinator.load_state_dict(good)
+    text = str(raised.value)
+    assert f"'layers.13.input': rank {bad} has scale " in text
+    assert "and another history" in text or field == "scale"
+    assert "layers.12" not in text
+    coordinator.recover(heal_from=0)
+    assert str(coordinator.state_dict()) == str(before)
     with coordinator.step():
-        record(slot, 1.0)
+        record(slots[0], 1.0)
+    assert coordinator.stats.generation == 2
+
+
+def test_ranks_that_want_to_be_healed_from_different_ranks_are_told(world: World, make: Make) -> None:
+    coordinator = make()
+    coordinator.slot("a.input")
+    coordinator.freeze()
+    with pytest.raises(f8.RanksDisagree, match="heal_from") as raised:
+        coordinator.recover(heal_from=world.rank)
+    assert raised.value.field == "heal_from"
+    with pytest.raises(ValueError, match=r"heal_from expects a rank in \[0, "):
+        coordinator.recover(heal_from=world.size)
+    coordinator.recover()
 
 
 def test_unequal_recipes_are_told_by_field_on_every_rank(world: World, make: Make) -> None:

@@ -273,8 +273,8 @@ CASES: dict[str, tuple[Callable[[Run], None], str, str]] = {
     ),
     "scales of one class": (
         _claims(3, **{"scales of ranks 2-3": "cc"}), "rank 3, step 2, scales of ranks 2-3: cc, all others bb",
-        "The scales of these ranks have drifted apart (memory corruption, or a state loaded on some of them only): "
-        "load one checkpoint on every rank.",
+        "They have drifted apart (memory corruption, or a state loaded on some ranks only): load one checkpoint "
+        "on every rank, or let every rank call recover(heal_from=RANK) with a rank that is right.",
     ),
     "a dump of another run": (
         _old_dump, "rank 2, step 0, communicator: beef, all others c0ffee",

@@ -439,3 +439,45 @@ def test_a_rank_without_slots_commits_too(options: dict[str, Any]) -> None:
     state = run(make(n=0, **options), [[], []])
     assert state.undo()
     assert state.te_history().shape == (state.recipe.history_len, 0)
+
+
+@pytest.mark.parametrize("length", [1, 4, 16, 40])
+@pytest.mark.parametrize(
+    "options", [{}, {"idle": "hold"}, {"rule_set": "te_fused", "first_step": "unit"}], ids=str
+)
+def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], length: int) -> None:
+    """Long histories are covered in turns of 16 rows; a changed bit shows within one round of them."""
+    recipe = DelayedScaling(amax_history_len=length, **options)
+    state = recipe.make_state(3, backward=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(length + 5):
+        state.commit(torch.rand(3, generator=generator))
+
+    def turn() -> list[list[int]]:
+        return [state.digests(generation).tolist() for generation in range(-(-length // 16))]
+
+    before = turn()
+    assert len({tuple(row) for row in zip(*before, strict=True)}) == 3
+    first = 1 if "rule_set" in options else 0  # the row where Transformer Engine gathers holds nothing
+    for row in range(first, length):
+        for column, bit in itertools.product(range(3), (0, 22, 30, 31)):
+            cell = state.history.view(torch.int32)[row, column]
+            kept = cell.clone()
+            cell.bitwise_xor_(torch.tensor(-(2**31) if bit == 31 else 1 << bit, dtype=torch.int32))
+            changed = [
+                [a != b for a, b in zip(new, old, strict=True)]
+                for new, old in zip(turn(), before, strict=True)
+            ]
+            assert [any(seen) for seen in zip(*changed, strict=True)] == [i == column for i in range(3)]
+            cell.copy_(kept)
+    assert turn() == before
+
+
+def test_digests_do_not_depend_on_where_the_ring_starts() -> None:
+    state = DelayedScaling(amax_history_len=4).make_state(2, backward=False)
+    for step in range(6):
+        state.commit(torch.tensor([1.0 + step, 2.0]))
+    other = DelayedScaling(amax_history_len=4).make_state(2, backward=False)
+    other.load(state.history_rows(), state.scale, state.warm)
+    assert state.head != other.head
+    assert torch.equal(state.digests(0), other.digests(0))
