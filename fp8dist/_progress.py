@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ._header import Tag
 from .transport import Control
 
+SENDING = 0.25  # seconds between two records that a rank sends unasked; steps may be much shorter
 TICK = 0.5  # seconds between two looks of a rank at whether somebody asks for it
 RANKS_PER_TICK = 500  # so many a second at most may look, however many there are
 FRAMES = 3  # of a stack, innermost first
@@ -81,9 +82,10 @@ def _space() -> str:
 
 @dataclass
 class Progress:
-    """What one rank publishes: where it is, at each scope's entry and exit; what it does there, twice a second.
+    """What one rank publishes: where it is, at a scope's entry and exit, and what it does there.
 
-    Everything goes out on the control plane's thread. Nothing of it is awaited.
+    Waking the control plane's thread costs more than all the rest of it. So a record is sent at most four times a
+    second, and by `flush` as soon as it matters: when this rank waits, or its communicator breaks.
     """
 
     control: Control
@@ -95,6 +97,7 @@ class Progress:
         self._now: dict[str, Any] = {}
         self._event: list[Any] | None = None
         self._told: Any = None
+        self._sent_at = 0.0
         self._thread = 0
         self._answered = b""
         self._ends = False
@@ -116,10 +119,17 @@ class Progress:
             return
         self._thread = threading.get_ident()
         self._now = {"phase": phase, "serial": serial, "tag": tag, "at": time.time(), "place": place}
-        self._told = event = self._event
-        self.control.set(f"progress/{self.rank}", json.dumps({**self._now, "event": event}))
         if phase == "exit":
             self._event = None
+        if time.monotonic() - self._sent_at > SENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has not been sent yet."""
+        told = (self._now, self._event)
+        if self._now and told != self._told:
+            self._told, self._sent_at = told, time.monotonic()
+            self.control.set(f"progress/{self.rank}", json.dumps({**self._now, "event": self._event}))
 
     def chunk(self, action: str, stage: int, microbatch: int | None) -> None:
         """Note what a schedule has begun: F, B, I or W of a microbatch."""
@@ -134,9 +144,7 @@ class Progress:
         """Called on the control plane's thread."""
         if self._ends:
             return False
-        if self._event is not self._told and self._now.get("phase") == "open":
-            self._told = event = self._event
-            self.control.set(f"progress/{self.rank}", json.dumps({**self._now, "event": event}))
+        self.flush()
         nonce = self.control.get(f"ask/{self.rank}")
         if nonce is not None and nonce != self._answered:
             self._answered = nonce

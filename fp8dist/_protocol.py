@@ -284,6 +284,7 @@ class UpdateProtocol:
 
     def _explain_break(self, error: TransportError, tag: Tag) -> None:
         """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
+        self._stall.progress.flush()  # the others want to know who has entered
         self._notes.look_for(NOTE_GRACE, self._serial)
         missing, story = self._stall.story(self._serial)
         suspect = missing[0] if missing else self._transport.rank
@@ -384,18 +385,39 @@ class UpdateProtocol:
             undone = self._table.undo()
             assert undone, "the undo record was there when the ranks agreed"
             self._generation -= 1
-        if agreed["relayout"]:  # the failed step grew the layout, and some ranks did not get to know
-            plain = self._agree_layout(self._timeout)["layout"]
-            self._table.bind(layout_from_plain(plain), self._transport.rank, self._table.device)
+        brought = self._relayout() if agreed["relayout"] else None
         self._connect(agreed["communicator"], self._table.device)
         self._note_connection(agreed["communicator"])
         self._table.replace_words()
+        if brought is not None and self._reduces_amaxes:
+            self._take_over(*brought)
         if heal_from is not None:
             self._heal(heal_from)
             self._generation = agreed["generation"]
         self._pending = None
         self._broken = None
         self.flight.record("recover", self._serial, generation=self._generation)
+
+    def _relayout(self) -> tuple[list[int], torch.Tensor]:
+        """The failed step grew the layout, and some ranks did not get to know: agree again.
+
+        Returns:
+            Rows of the slots that this rank has had no state of, and the state that it had of all others.
+        """
+        layout = layout_from_plain(self._agree_layout(self._timeout)["layout"])
+        known = set(self._table.export().names)
+        unknown = [i for i, name in enumerate(layout.names) if name in self._table.slots and name not in known]
+        words = self._table.columns_as_words(layout.names)  # before `bind` gives new slots a state
+        self._table.bind(layout, self._transport.rank, self._table.device)
+        return unknown, words
+
+    def _take_over(self, unknown: list[int], words: torch.Tensor) -> None:
+        """Slots that are new to this rank, but not to the others, get the others' state."""
+        self._stall.progress.publish("exit", self._serial, "recover")
+        self._wait(self._transport.start_max(words), "recover")
+        if unknown:
+            self._table.load_words([self._table.layout.names[i] for i in unknown], words[unknown])
+            self._table.reset_row()
 
     def _heal(self, rank: int) -> None:
         """Take over one rank's state, in one collective."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _FP32 = torch.finfo(torch.float32)
 DIGEST_ROWS = 16  # rows of the histories that one step's digests cover
-_SPREAD = 0x2545F49  # odd, so that its multiples differ
 
 
 class RecipeState:
@@ -160,8 +159,9 @@ class RecipeState:
     def digests(self, generation: int) -> torch.Tensor:
         """An int32 [n]: of each slot's scale, and of up to 16 rows of its history.
 
-        Longer histories are taken in turns, so that a commit's cost does not grow with them. A sum of bits times
-        odd multipliers, modulo 2**32: a change of one value always shows.
+        Longer histories are taken in turns, so that a commit's cost does not grow with them. It is a sum of bits
+        modulo 2**32, so a change of one value always shows; the newest row counts more than once, so that a
+        history which lags behind by a step shows, too.
 
         Args:
             generation: equal on all ranks; says whose turn it is.
@@ -169,14 +169,23 @@ class RecipeState:
         length = self.history.shape[0]
         rows = min(length, DIGEST_ROWS)
         first = (generation * rows) % length
-        ages = torch.arange(first, first + rows).remainder_(length).to(self.device)
-        bits = self._rows_of_age(ages).view(torch.int32)
-        multipliers = (ages * _SPREAD | 1).to(torch.int32)
-        return (bits * multipliers[:, None]).sum(0, dtype=torch.int32) + self.scale.view(torch.int32)
+        parts = self._rows_of_age(first, min(first + rows, length))
+        if first + rows > length:
+            parts = (*parts, *self._rows_of_age(0, first + rows - length))
+        # Each value counts an odd number of times: twice, a sign would be lost.
+        total = torch.add(self.scale.view(torch.int32), self._newest().view(torch.int32), alpha=2)
+        for part in parts:
+            if len(part):
+                total.add_(part.view(torch.int32).sum(0, dtype=torch.int32))
+        return total
 
-    def _rows_of_age(self, ages: torch.Tensor) -> torch.Tensor:
-        """Rows of `history_rows()`: 0 is the oldest."""
-        return self.history_rows()[ages]
+    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Rows `first` to `last` (exclusive) of `history_rows()`, in parts."""
+        return (self.history_rows()[first:last],)
+
+    def _newest(self) -> torch.Tensor:
+        """The newest row of `history_rows()`."""
+        return self.history_rows()[-1]
 
     def load(self, history_rows: torch.Tensor, scale: torch.Tensor, warm: torch.Tensor) -> None:
         """Go on from a saved state as if never stopped. `nonfinite` goes on counting.
@@ -325,10 +334,15 @@ class AgingState(DelayedState):
         """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
         return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
 
-    def _rows_of_age(self, ages: torch.Tensor) -> torch.Tensor:
-        if self._enter_moves_slots:  # every slot has an oldest row of its own
-            return super()._rows_of_age(ages)
-        return self.history.index_select(0, (ages + self.head).remainder_(self.history.shape[0]))
+    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        # Views, not copies: this runs in every step.
+        start, end, length = self.head + first, self.head + last, self.history.shape[0]
+        if start >= length:
+            return (self.history[start - length : end - length],)
+        return self.history[start:end], self.history[: max(0, end - length)]
+
+    def _newest(self) -> torch.Tensor:
+        return self.history[self.head - 1]
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         """Put the amaxes into the windows; return the row that holds them."""
@@ -409,6 +423,15 @@ class HoldingState(AgingState):
         self._real = torch.empty(n, dtype=torch.bool, device=self.device)
 
     _enter_moves_slots = True
+
+    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        if last - first == self.history.shape[0]:  # of a sum over all rows the order is none
+            return (self.history,)
+        return (self.history_rows()[first:last],)
+
+    def _newest(self) -> torch.Tensor:
+        newest = (self.position - 1).remainder_(self.history.shape[0])
+        return self.history.gather(0, newest)[0]
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         torch.ge(amax, 0, out=self._real)

@@ -150,6 +150,7 @@ class SlotTable:
         self._pair_held = torch.tensor(held, dtype=torch.bool, device=device).repeat_interleave(2)
         self._pair_class = torch.arange(len(held), device=device).repeat_interleave(2)
         self._pair_sign = torch.tensor([1, -1] * len(held), dtype=torch.int32, device=device)
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._neutral = torch.tensor(INT32_MIN, dtype=torch.int32, device=device)
         self._multipliers = (_mix(self._positions + 1) | 1).to(torch.int32)
         starts_run = torch.ones(n, dtype=torch.bool, device=device)
@@ -346,11 +347,11 @@ class SlotTable:
         direction, so their sums are differences of a running sum.
         """
         self._generation_of_digests = generation
-        products = self._slot_digests() * self._multipliers
+        products = self._slot_digests().mul_(self._multipliers)
         ends = torch.cumsum(products, 0, dtype=torch.int64)[self._run_end]
+        runs = torch.diff(ends, prepend=self._zero)
         sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
-        sums.index_add_(0, self._run_class, ends)
-        sums.index_add_(0, self._run_class[1:], ends[:-1], alpha=-1)
+        sums.index_add_(0, self._run_class, runs)
         # The header has 31 bits. Without the fold a sign alone (-1 for absent, and an amax of 1) would not show.
         digests = ((sums ^ (sums >> 16)) & MASK31).to(torch.int32)
         pairs = digests[self._pair_class] * self._pair_sign

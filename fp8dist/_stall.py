@@ -31,7 +31,8 @@ logger = logging.getLogger("fp8dist")
 SLICE = 0.1  # seconds between two looks at the store; bounds how long an abort can stay unseen
 RANKS_PER_SLICE = 256  # more ranks look less often, since one store answers them all
 SIGNS_OF_LIFE = 0.5  # seconds between two looks at the processes of this host
-TELLING = 2.0  # seconds that the rank which tells the others may take
+TELLING = 2.0  # seconds that finding out what to tell may take
+HEARING = 10.0  # seconds that others give the rank which tells them
 LINES = 16  # ranks that a story describes
 
 
@@ -91,6 +92,7 @@ class StallInspector:
         start = time.monotonic()
         if work.wait(self._slice):
             return time.monotonic() - start
+        self.progress.flush()
         watch = _Watch(self, serial, tag, timeout, look, start)
         while not work.wait(self._slice):
             watch.look(work)
@@ -235,7 +237,7 @@ class _Watch:
     def _give_up(self, waited: float) -> None:
         inspector = self._inspector
         assert self._timeout is not None
-        if waited < self._timeout + TELLING and not self._is_teller():
+        if waited < self._timeout + HEARING and not self._is_teller():
             return  # who tells leaves a note for all
         missing, story = self._story()
         world = len(inspector.global_ranks)

@@ -172,17 +172,33 @@ def _agreed_backend(
     )
 
 
+def serve_store(
+    host: str | None, size: int, timeout: timedelta
+) -> tuple[dist.TCPStore, tuple[str, int]] | tuple[None, str]:
+    """Serve a store for `size` ranks from this process, on a port that the system picks.
+
+    Args:
+        host: the name under which to reach it; None is an address of this host. The port is open on all of them.
+        size: number of ranks.
+        timeout: of the store's own waits.
+
+    Returns:
+        The store with its address, or None with what went wrong: the peers must be told either way.
+    """
+    try:
+        name = host if host is not None else _own_address()
+        store = dist.TCPStore(name, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return store, (name, store.port)
+
+
 def _shared_store(comm: Any, host: str | None, timeout: timedelta) -> dist.TCPStore:
     """Serve a store on rank 0 and connect all others to it; `host` None is rank 0's own address."""
     store: dist.TCPStore | None = None
     address: tuple[str, int] | str = ""
     if comm.rank == 0:
-        try:
-            name = host if host is not None else _own_address()
-            store = dist.TCPStore(name, 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
-            address = (name, store.port)
-        except (OSError, RuntimeError) as error:
-            address = f"{type(error).__name__}: {error}"
+        store, address = serve_store(host, comm.size, timeout)
     address = comm.bcast(address, root=0)
     if isinstance(address, str):
         raise TransportError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ from ._step import Step, origin, phase
 from ._triggers import OutsideScope, Trigger, UpdateEvery
 from .errors import Fp8DistError, NeedsRecovery, ScopeError, TransportError
 from .recipe import Recipe
-from .transport import resolve
+from .transport import ranks_of, resolve
 
 logger = logging.getLogger("fp8dist")
 
@@ -67,8 +68,9 @@ class ReductionGroupCoordinator(UpdateProtocol):
     Args:
         recipe: how scales are made; equal on all ranks.
         group: the ranks that take the MAX together. None: all ranks (right for any mix of data, tensor,
-            context, pipeline and expert parallelism, since slots meet by name); or a `ProcessGroup`, or a
-            one-dimensional `DeviceMesh`.
+            context, pipeline and expert parallelism, since slots meet by name); or a `ProcessGroup`, a
+            one-dimensional `DeviceMesh`, or an mpi4py intracommunicator, whose ranks then reduce through MPI, with or
+            without `torch.distributed`.
         name: tells coordinators of one process apart; required from the second one on.
         store: where ranks meet; default: the store of the default group. A store of your own must be fresh
             for every launch.
@@ -122,10 +124,11 @@ class ReductionGroupCoordinator(UpdateProtocol):
         if not name or "/" in name:
             raise ValueError(f"name expects a non-empty string without '/' but got {name!r}")
         directory = None if flight_dir is None else Path(flight_dir)
-        super().__init__(recipe, resolve(group, store), name, stall_warning, timeout, directory)
+        super().__init__(recipe, resolve(group, store, timeout), name, stall_warning, timeout, directory)
         self.trigger = trigger
         self.update_every = update_every
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._open: list[Step] = []
         self._state_loaded = False
         self._waiting_columns: Columns | None = None
@@ -276,6 +279,9 @@ class ReductionGroupCoordinator(UpdateProtocol):
             self.flight.record("open", self._serial, step.tag, place=step.place)
 
     def _leave(self, step: Step, error: BaseException | None) -> None:
+        if self._is_forked_copy and error is not None:
+            return  # the scope is its parent's
+        self._check_process()
         with self._lock:
             if step not in self._open:
                 raise ScopeError(
@@ -391,7 +397,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     def spans(self, group: Any) -> bool:
         """Whether `group` has the members of this coordinator."""
-        return resolve(group, None).global_ranks == self._transport.global_ranks
+        return ranks_of(group) == self._transport.global_ranks
 
     @property
     def layout_is_uniform(self) -> bool:
@@ -641,8 +647,9 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
         Raises:
             RanksDisagree: some rank ran more scopes than another.
-            ScopeError: a scope was left open.
+            ScopeError: a scope was left open, or this is a forked child.
         """
+        self._check_process()
         with self._lock:
             if self._closed:
                 return
@@ -663,6 +670,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
                 self._drop()
 
     def _drop(self) -> None:
+        if self._is_forked_copy:
+            return  # the connections are its parent's, and to give them back would wait for threads that it has not
         self._stall.progress.end()
         self._transport.disconnect()
         self._release()
@@ -678,7 +687,19 @@ class ReductionGroupCoordinator(UpdateProtocol):
         else:
             self.close()
 
+    @property
+    def _is_forked_copy(self) -> bool:
+        return os.getpid() != self._pid and len(self._transport.global_ranks) > 1
+
+    def _check_process(self) -> None:
+        if self._is_forked_copy:
+            raise ScopeError(
+                f"coordinator {self.name!r} expects to be used by process {self._pid}, which created it, but got a call "
+                f"in process {os.getpid()}, which was forked from it; leave it alone there (data workers need none)"
+            )
+
     def _check_open_for_use(self) -> None:
+        self._check_process()
         if self._closed:
             raise ScopeError(f"coordinator {self.name!r} is closed; create a new one")
 

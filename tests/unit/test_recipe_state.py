@@ -457,7 +457,6 @@ def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], le
         return [state.digests(generation).tolist() for generation in range(-(-length // 16))]
 
     before = turn()
-    assert len({tuple(row) for row in zip(*before, strict=True)}) == 3
     first = 1 if "rule_set" in options else 0  # the row where Transformer Engine gathers holds nothing
     for row in range(first, length):
         for column, bit in itertools.product(range(3), (0, 22, 30, 31)):
