@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._header import Tag
+from .errors import TransportError
 from .transport import Control
 
 SENDING = 0.25  # seconds between two records that a rank sends unasked; steps may be much shorter
@@ -102,11 +103,16 @@ class Progress:
         self._answered = b""
         self._ends = False
 
+    def introduce(self, stages: Sequence[int]) -> None:
+        """Leave this rank's card. What it leaves later is seen later, so a peer that sees that has the card."""
+        if self.world > 1:
+            self.control.set(f"card/{self.rank}", json.dumps(Card.own(stages)))
+
     def start(self, stages: Sequence[int]) -> None:
         """Leave this rank's card, and answer questions from now on."""
         if self.world == 1:
             return
-        self.control.set(f"card/{self.rank}", json.dumps(Card.own(stages)))
+        self.introduce(stages)
         self.control.line.visit(max(TICK, self.world / RANKS_PER_TICK), self._visit)
 
     def end(self) -> None:
@@ -145,7 +151,10 @@ class Progress:
         if self._ends:
             return False
         self.flush()
-        nonce = self.control.get(f"ask/{self.rank}")
+        try:
+            nonce = self.control.get(f"ask/{self.rank}")
+        except TransportError:
+            return False  # the store is gone; whoever needs it is told so
         if nonce is not None and nonce != self._answered:
             self._answered = nonce
             self.control.set(f"stack/{self.rank}", json.dumps([nonce.decode(), _stack(self._thread)]))
@@ -194,6 +203,10 @@ class Cards:
         """`gone`, `stopped` or `alive`; None where that is not known."""
         card = self._cards.get(rank)
         return None if card is None else card.state()
+
+    def gone(self) -> list[int]:
+        """Ranks whose processes are known to have ended."""
+        return [rank for rank, state in self.not_alive().items() if state == "gone"]
 
     def not_alive(self) -> dict[int, str]:
         """Ranks whose processes are known to be gone or stopped."""

@@ -119,6 +119,8 @@ class UpdateProtocol:
     def _agree_and_connect(self) -> None:
         """The first agreement: who holds which slots, and a communicator."""
         device = self._declared.device()
+        # Before the agreement, so that all ranks know all others once they have agreed.
+        self._stall.progress.introduce(self._declared.stages)
         agreed = self._agree_layout(self._long_timeout())
         self._connect(agreed["communicator"], device)
         self._table.bind(layout_from_plain(agreed["layout"]), self._transport.rank, device)
@@ -285,11 +287,18 @@ class UpdateProtocol:
     def _explain_break(self, error: TransportError, tag: Tag) -> None:
         """A broken connection is the shadow of a rank that failed: find its note, or name who is missing."""
         self._stall.progress.flush()  # the others want to know who has entered
-        self._notes.look_for(NOTE_GRACE, self._serial)
+        with contextlib.suppress(TransportError):  # the process that died may have been the store's
+            self._notes.look_for(NOTE_GRACE, self._serial)
         missing, story = self._stall.story(self._serial)
-        suspect = missing[0] if missing else self._transport.rank
+        # A rank may die when it has entered, and one that is late may be blameless.
+        suspects = (*self._stall.cards.gone(), *missing)
         # Only the neighbours of a dead rank notice it; the note frees the others.
-        self._notes.leave(suspect, tag, "a lost connection, its process has probably died")
+        if suspects:
+            self._notes.leave(suspects[0], tag, "a lost connection, its process has probably died")
+        else:
+            self._notes.leave(
+                self._transport.rank, tag, "a lost connection, some other rank's process has probably died"
+            )
         raise TransportError(
             f"coordinator {self.name!r}, rank {self._transport.rank}: the update of step {tag!r} broke, probably "
             f"because a process died. {story}\n({error})"
@@ -405,8 +414,8 @@ class UpdateProtocol:
             Rows of the slots that this rank has had no state of, and the state that it had of all others.
         """
         layout = layout_from_plain(self._agree_layout(self._timeout)["layout"])
-        known = set(self._table.export().names)
-        unknown = [i for i, name in enumerate(layout.names) if name in self._table.slots and name not in known]
+        new = self._table.slots.keys() - set(self._table.export().names)
+        unknown = [i for i, name in enumerate(layout.names) if name in new]
         words = self._table.columns_as_words(layout.names)  # before `bind` gives new slots a state
         self._table.bind(layout, self._transport.rank, self._table.device)
         return unknown, words

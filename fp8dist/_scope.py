@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -70,6 +71,7 @@ class ScopeState:
         requested: a module's backward recorded something since the last commit.
         recorded: a module recorded something since the last commit.
         weight_cache: quantized weights of the open scope, by slot name. Emptied when it closes.
+        reused: weight slots that the scope before this one used more than once.
         reloaded: weight slots whose module has loaded other weights since the last scope opened.
         stateless: the recipe has no state to update, so nothing is recorded and requests are void.
         enabled: modules compute in FP8. Only autocast ever clears it.
@@ -87,7 +89,9 @@ class ScopeState:
         self.requested = False
         self.recorded = False
         self.weight_cache: dict[str, Any] = {}
+        self.reused: frozenset[str] = frozenset()
         self.reloaded: set[str] = set()
+        self._uses: Counter[str] = Counter()
         self.stateless = stateless
         self.enabled = True
         self.calibrating = False
@@ -151,6 +155,10 @@ class ScopeState:
             if self.on_first_request is not None:
                 self.on_first_request()
 
+    def used(self, name: str) -> None:
+        """Count a use of a weight that is not kept for the scope."""
+        self._uses[name] += 1
+
     def open(self) -> None:
         """Enter the outermost scope."""
         self.serial += 1
@@ -159,6 +167,9 @@ class ScopeState:
     def close(self) -> None:
         """Leave the outermost scope."""
         self._open = False
+        again = {name for name, count in self._uses.items() if count > 1}
+        self.reused = frozenset(again | (self.reused & self.weight_cache.keys()))
+        self._uses.clear()
         self.weight_cache.clear()
 
     def committed(self) -> None:

@@ -54,7 +54,7 @@ class SlotTable:
         self._names: list[str] = []
         self._index: dict[str, int] = {}
         self._states: list[RecipeState] = []
-        self._committed: list[RecipeState] = []
+        self._committed: list[RecipeState] | None = None  # by the last commit; None before the first
         self._n_forward_union = 0
         self._warm_at_birth = {
             backward: not recipe.stateless
@@ -167,7 +167,7 @@ class SlotTable:
             state.bind(self._scale[part], self._scale_inv[part], self._warm[part])
             self._states.append(state)
         self._columns = (slice(0, n_forward), slice(n_forward, n))
-        self._committed = []
+        self._committed = None
         self._generation_of_digests = 0
         self._n_forward_union = sum(not is_backward(name) for name in layout.names)
         self._allocate(header_words(len(layout.holders)), len(layout.names))
@@ -226,12 +226,17 @@ class SlotTable:
 
     def undo(self) -> bool:
         """Take the last commit back; False if there is none to take back."""
-        undone = [state.undo() for state in self._committed]  # all of them, also after a False
-        return all(undone)
+        if not self.can_undo:
+            return False
+        for state in self._committed or ():
+            state.undo()
+        return True
 
     @property
     def can_undo(self) -> bool:
         """Whether `undo` would take a commit back."""
+        if self._committed is None:
+            return not self._names  # a rank without slots has nothing that could be ahead
         return all(state.undoable for state in self._committed)
 
     def forget(self, names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ._header import Tag
 from ._layout import format_ranks
@@ -125,7 +126,8 @@ class StallInspector:
         try:
             missing = self._missing(serial)
             if not missing:
-                return (), "All ranks have entered; the network or a dying rank holds it up."
+                held_up = "All ranks have entered; the network or a dying rank holds it up."
+                return (), self.known_here(held_up)[1]
             elsewhere = waiting_elsewhere(self.everyone, self.control, self.global_ranks)
             told = missing[:LINES]
             answers = stacks(self.control, told)
@@ -170,6 +172,7 @@ class _Watch:
         self._start = self._looked_for_life = start
         self._news: Request[None] | None = None
         self._inquiry: Request[bool] | None = None
+        self._silent = False
         warning = inspector.stall_warning
         self._warns_at = warning
         self._deadline = timeout
@@ -213,24 +216,30 @@ class _Watch:
 
     def _look_for_dead(self, work: Work) -> None:
         cards = self._inspector.cards
-        dead = [rank for rank, state in cards.not_alive().items() if state == "gone"]
+        dead = cards.gone()
         # A rank may leave the reduction, and its process end, a little earlier than this one notices.
         if dead and not work.wait(SLICE):
             self._hear()
             raise TransportError(f"the process of {cards.describe(dead[0])} is gone")
 
     def _is_teller(self) -> bool:
-        if self._inquiry is None or not self._inquiry.wait(TELLING):
+        if self._inquiry is None or not self._answered(self._inquiry):
             return True  # the store is silent, and each rank says what it knows
         try:
             return self._inquiry.result()
         except (Fp8DistError, RuntimeError):
             return True
 
+    def _answered(self, request: Request[Any]) -> bool:
+        """Whether the store answers; once it has been silent for long, it is not waited for again."""
+        answered = request.wait(0 if self._silent else TELLING)
+        self._silent = not answered
+        return answered
+
     def _story(self) -> tuple[tuple[int, ...], str]:
         inspector = self._inspector
         request = self._control.later(lambda: inspector.story(self._serial))
-        if not request.wait(TELLING):
+        if not self._answered(request):
             return inspector.known_here("Who is missing cannot be said: the store does not answer.")
         return request.result()
 

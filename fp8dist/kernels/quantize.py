@@ -1,7 +1,7 @@
 """Cast a tensor to FP8 with its slot's scale, and read its amax in the same call.
 
-It is one opaque op, so that a compiled graph neither breaks at the in-place amax nor recompiles when a
-slot gets its first scale.
+It is one opaque op for compiled graphs, so that these neither break at the in-place amax nor recompile when a
+slot gets its first scale. On a GPU one Triton kernel reads the tensor once and writes all that is wanted of it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,50 @@ import torch
 from .._amax import record_amax, scales_of, tensor_amax
 from .._slots import Slot
 
+FP8_MAX = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("fp8dist", "FRAGMENT")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor warm, Tensor(a!) amax, Tensor(b!)? casts, bool record, "
-    "float scaled_max, ScalarType dtype) -> (Tensor, Tensor)"
+    "float scaled_max, ScalarType dtype, int layout) -> (Tensor, Tensor, Tensor)"
 )
+
+
+class Layout:
+    """In which order a quantized matrix is wanted, as plain ints: a flag enum costs more than some kernels' launch.
+
+    GPUs multiply a row-major by a column-major matrix only. Elsewhere a product takes either, so there every matrix
+    is row-major, whatever is wanted.
+    """
+
+    ROWS = 1
+    COLUMNS = 2
+    BOTH = 3
 
 
 class Quantized(NamedTuple):
     """An FP8 tensor and the factor that undoes its scaling."""
 
     data: torch.Tensor
-    """FP8, contiguous, the shape of the tensor that was quantized."""
+    """FP8, the shape of the tensor that was quantized; row-major, unless only columns were wanted."""
     scale_inv: torch.Tensor
     """float32 [1], `1 / scale` of the scale really used. Nobody writes it later."""
+    columns: torch.Tensor | None = None
+    """The same values column-major, where that was wanted and made."""
+
+    def for_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data as the products of the backward take it as their second operand, and scale_inv."""
+        return self.data if self.columns is None else self.columns, self.scale_inv
 
 
-def quantize(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None = None) -> Quantized:
+def quantize(
+    x: torch.Tensor,
+    slot: Slot,
+    record: bool,
+    amax: torch.Tensor | None = None,
+    layout: int = Layout.ROWS,
+) -> Quantized:
     """Quantize a tensor with its slot's scale; a cold slot scales by the tensor's own amax.
 
     Gradients do not flow through it: call it inside an `autograd.Function`.
@@ -41,9 +66,37 @@ def quantize(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | Non
         slot: where the scale comes from, and where amax and cast counts go.
         record: raise the slot's amax (and cast counts) by this tensor. An empty tensor records nothing.
         amax: float32 [1] that takes the amax instead of `slot.amax`.
+        layout: what products will want of it; more than rows only of matrices.
 
     Raises:
         ValueError: another dtype, or the slot lies on another device than `x`.
+    """
+    scale, warm, cell, casts = prepare(x, slot, record, amax)
+    # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
+    run = _quantize if runs_kernels(x) else torch.ops.fp8dist.quantize
+    data, transposed, scale_inv = run(
+        x, scale, warm, cell, casts, record, slot.scaled_max, slot.dtype, layout
+    )
+    if layout == Layout.ROWS or not x.is_cuda:
+        return Quantized(data, scale_inv)
+    columns = transposed.t()
+    return Quantized(data if layout & Layout.ROWS else columns, scale_inv, columns)
+
+
+class Cast(NamedTuple):
+    """What a cast needs of a slot."""
+
+    scale: torch.Tensor
+    warm: torch.Tensor
+    amax: torch.Tensor
+    casts: torch.Tensor | None
+
+
+def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None = None) -> Cast:
+    """Check a tensor against its slot, note that it is recorded, and find the scale to use.
+
+    Raises:
+        ValueError: the slot lies on another device than `x`.
     """
     if x.device != slot.scale.device:
         raise ValueError(
@@ -52,14 +105,18 @@ def quantize(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | Non
         )
     if record and not torch.compiler.is_compiling():  # a trace may not change an object (up to torch 2.12)
         slot.scope.record()
-    cell = slot.amax if amax is None else amax
-    casts = slot.casts if record else None
     scale, warm = slot.scale, slot.warm
     if slot.scope.tape is not None and not slot.backward:
         scale, warm = slot.scope.tape.play(scale, warm)
-    return Quantized(
-        *torch.ops.fp8dist.quantize(x, scale, warm, cell, casts, record, slot.scaled_max, slot.dtype)
-    )
+    return Cast(scale, warm, slot.amax if amax is None else amax, slot.casts if record else None)
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether the GPU's kernels may be called with this tensor here and now, without the dispatcher."""
+    return x.is_cuda and type(x) in _PLAIN and not torch.compiler.is_compiling()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def scale_from_amax(amax: torch.Tensor, scaled_max: float) -> torch.Tensor:
@@ -83,11 +140,16 @@ def _quantize(
     record: bool,
     scaled_max: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layout: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_dtype(x)
+    cold = not bool(warm)
+    if x.is_cuda and casts is None and x.dim() == 2:
+        if cold and x.numel() > 0:
+            scale = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max)
+        return _quantize_by_kernel(x, scale, amax if record else None, dtype, layout)
     # Runs in the caller's grad mode, and nothing in here may become part of a graph.
     x, scale = x.detach(), scale.detach()
-    cold = not bool(warm)
     if x.numel() > 0 and (record or cold):
         own_amax = tensor_amax(x)
         if record:
@@ -101,7 +163,32 @@ def _quantize(
     data = scaled.clamp(-fp8_max, fp8_max).to(dtype, memory_format=torch.contiguous_format)
     if casts is not None:
         _count_casts(casts, x, scaled, data, fp8_max)
-    return data, torch.reciprocal(scale)
+    turned = x.is_cuda and layout & Layout.COLUMNS
+    transposed = data.t().contiguous() if turned else data.new_empty(0)
+    return data, transposed, torch.reciprocal(scale)
+
+
+def _quantize_by_kernel(
+    x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, dtype: torch.dtype, layout: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton import cast
+
+    result = cast(
+        x,
+        scale,
+        amax,
+        dtype,
+        FP8_MAX[dtype],
+        transpose=bool(layout & Layout.COLUMNS),
+        keep=bool(layout & Layout.ROWS),
+    )
+    none = _nothing(x.device, dtype)
+    data = none if result.data is None else result.data
+    return data, none if result.data_t is None else result.data_t, result.scale_inv
+
+
+def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _count_casts(
@@ -124,10 +211,16 @@ def _quantize_fake(
     record: bool,
     scaled_max: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layout: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_dtype(x)
-    data = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    return data, torch.empty_like(scale)
+    gpu = x.device.type == "cuda"
+    data, transposed = (x.new_empty(0, dtype=dtype, requires_grad=False) for _ in range(2))
+    if not gpu or layout & Layout.ROWS or casts is not None or x.dim() != 2:
+        data = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+    if gpu and layout & Layout.COLUMNS:
+        transposed = x.new_empty((x.shape[1], x.shape[0]), dtype=dtype, requires_grad=False)
+    return data, transposed, torch.empty_like(scale)
 
 
 def _check_dtype(x: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from .._amax import record_amax, tensor_amax
 from .._slots import Slot
-from ..kernels.quantize import Quantized, scale_from_amax
+from ..kernels.quantize import Layout, Quantized, scale_from_amax
 
 aten = torch.ops.aten
 
@@ -167,9 +167,9 @@ class ShardedWeight(torch.Tensor):
         # Coldness is part of the state that ranks agree on, so all of them take this branch or none.
         warm = bool(slot.warm)
         scale = slot.scale if warm else _scale_of_shards(shard, amax, slot, mesh)
-        data, scale_inv = torch.ops.fp8dist.quantize(
+        data, _, scale_inv = torch.ops.fp8dist.quantize(
             shard, scale, torch.ones(1, dtype=torch.bool), torch.empty_like(scale), None, False,
-            slot.scaled_max, slot.dtype,
+            slot.scaled_max, slot.dtype, Layout.ROWS,
         )  # fmt: skip
         missing = -(-outer_size[0] // mesh.size()) - shard.shape[0]  # FSDP2 gathers shards of equal sizes
         return (F.pad(data.view(torch.uint8), (0, 0, 0, missing)),), (scale_inv, amax)

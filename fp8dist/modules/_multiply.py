@@ -6,7 +6,7 @@ import torch
 
 from ..kernels.gemm import ALIGNMENT, supported
 from ..kernels.quantize import Quantized, quantize
-from ._products import dgrad, forward_product, quantize_weight, rows, wgrad
+from ._products import dgrad, forward_product, layout_of, quantize_weight, rows, wgrad
 from .linear import LinearSlots, Notices
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -43,8 +43,8 @@ def multiply(
     """
     record = training and slots.input.scope.recording
     tokens = rows(x)
-    xq = quantize(tokens, slots.input, record)
-    wq = quantize_weight(weight, slots.weight, record)
+    xq = quantize(tokens, slots.input, record, layout=layout_of(rows=True, columns=needs_dw))
+    wq = quantize_weight(weight, slots.weight, record, layout_of(rows=True, columns=needs_dx))
     y = forward_product(xq, wq, bias, x.shape, out_dtype)
     out_features, in_features = weight.shape
     if needs_dw and not supported(out_features, tokens.shape[0], in_features):
@@ -52,7 +52,8 @@ def multiply(
             f"the number of tokens is no multiple of {ALIGNMENT}, so its weight gradient is computed in "
             "high precision (from the FP8 operands)"
         )
-    return y, (*(xq if needs_dw else (None, None)), *(wq if needs_dx else (None, None)))
+    kept: Tensors = xq.for_gradients() if needs_dw else (None, None)
+    return y, (*kept, *(wq.for_gradients() if needs_dx else (None, None)))
 
 
 def gradients(
@@ -79,7 +80,9 @@ def gradients(
         of dtype `dy.dtype`; None where nothing was kept, or not asked for.
     """
     x_data, x_scale_inv, w_data, w_scale_inv = saved
-    gq = quantize(rows(dy), slots.grad_output, training and slots.grad_output.scope.recording)
+    layout = layout_of(rows=w_data is not None, columns=x_data is not None)
+    record = training and slots.grad_output.scope.recording
+    gq = quantize(rows(dy), slots.grad_output, record, layout=layout)
     dx = dw = None
     if w_data is not None and w_scale_inv is not None:
         shape = torch.Size((*dy.shape[:-1], w_data.shape[1]))

@@ -11,7 +11,7 @@ import torch
 from .._amax import ABSENT, record_amax
 from .._slots import Slot
 from ..kernels.gemm import dequantize, scaled_mm, supported
-from ..kernels.quantize import Quantized, quantize
+from ..kernels.quantize import FP8_MAX, Layout, Quantized, prepare, quantize, runs_kernels
 from ._fsdp import GatheredWeight
 from ._functional import ACTIVATIONS
 
@@ -53,18 +53,19 @@ def forward_product(
 
 
 def dgrad(gq: Quantized, wq: Quantized, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """`gq @ wq`, in the input's shape."""
+    """`gq @ wq`, in the input's shape; `wq` as `for_gradients` gave it."""
     return scaled_mm(gq.data, wq.data, gq.scale_inv, wq.scale_inv, dtype).reshape(shape)
 
 
 def wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """`gq.T @ xq`, also where the number of tokens does not fit an FP8 product."""
-    (tokens, out_features), in_features = gq.data.shape, xq.data.shape[1]
+    """`gq.T @ xq`, also where the number of tokens does not fit an FP8 product; `xq` as `for_gradients` gave it."""
+    g = gq.for_gradients()[0]
+    (tokens, out_features), in_features = g.shape, xq.data.shape[1]
     if supported(out_features, tokens, in_features):
-        return scaled_mm(gq.data.t(), xq.data, gq.scale_inv, xq.scale_inv, dtype)
-    with torch.autocast(gq.data.device.type, enabled=False):
-        g, x = (dequantize(q.data, q.scale_inv, torch.float32) for q in (gq, xq))
-        return (g.t() @ x).to(dtype)
+        return scaled_mm(g.t(), xq.data, gq.scale_inv, xq.scale_inv, dtype)
+    with torch.autocast(g.device.type, enabled=False):
+        factors = (dequantize(*pair, torch.float32) for pair in ((g, gq.scale_inv), (xq.data, xq.scale_inv)))
+        return (next(factors).t() @ next(factors)).to(dtype)
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -72,12 +73,91 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def quantize_gradient(dy: torch.Tensor, slot: Slot, training: bool) -> Quantized:
+def quantize_gradient(dy: torch.Tensor, slot: Slot, training: bool, layout: int = Layout.BOTH) -> Quantized:
     """Quantize the gradient of an output [..., out_features] as a matrix, and ask for an update."""
     # A compiled backward cannot set a flag on an object; the scope's exit commits without it, too.
     if training and not torch.compiler.is_compiling():
         slot.request()
-    return quantize(rows(dy), slot, training and slot.scope.recording)
+    return quantize(rows(dy), slot, training and slot.scope.recording, layout=layout)
+
+
+def quantize_gradient_and_bias(
+    dy: torch.Tensor, slot: Slot, training: bool, *, rows_wanted: bool, columns: bool, db: bool
+) -> tuple[Quantized, torch.Tensor | None]:
+    """`quantize_gradient`, and the gradient of the bias: the sum over the tokens before they are quantized.
+
+    Args:
+        dy: [tokens, out_features].
+        slot: the gradient's.
+        training: record, and ask for an update.
+        rows_wanted: for the gradient of the input.
+        columns: for that of the weight.
+        db: whether the sum is wanted.
+    """
+    layout = layout_of(rows=rows_wanted, columns=columns)
+    if not (db and runs_kernels(dy) and bool(slot.warm) and slot.casts is None):
+        return quantize_gradient(dy, slot, training, layout), dy.sum(0) if db else None
+    from ..kernels.triton import cast_gradient
+
+    if training:
+        slot.request()
+    record = training and slot.scope.recording
+    cast = prepare(dy, slot, record)
+    result, total = cast_gradient(
+        dy,
+        cast.scale,
+        cast.amax if record else None,
+        slot.dtype,
+        FP8_MAX[slot.dtype],
+        transpose=bool(layout & Layout.COLUMNS),
+        keep=bool(layout & Layout.ROWS),
+        want_db=True,
+        db_dtype=dy.dtype,
+    )
+    by_columns = None if result.data_t is None else result.data_t.t()
+    data = by_columns if result.data is None else result.data
+    assert data is not None
+    return Quantized(data, result.scale_inv, by_columns), total
+
+
+class KeptWeight(NamedTuple):
+    """A weight in a node that waits for its backward."""
+
+    data: torch.Tensor | None
+    """FP8 for the gradient of the input; or the weight itself, which is then quantized again; or None."""
+    scale_inv: torch.Tensor | None
+    """None where `data` is the weight itself."""
+
+    def columns(self, slot: Slot) -> Quantized:
+        """The weight as the gradient of the input takes it."""
+        assert self.data is not None
+        if self.scale_inv is not None:
+            return Quantized(self.data, self.scale_inv)
+        again = quantize(self.data.detach(), slot, False, layout=Layout.COLUMNS)
+        return Quantized(*again.for_gradients())
+
+
+def keep_weight(
+    weight: torch.Tensor, slot: Slot, record: bool, needs_dx: bool
+) -> tuple[Quantized, KeptWeight]:
+    """Quantize a weight for the forward, and keep what the gradient of the input will need.
+
+    On a GPU a weight that a scope uses once is quantized a second time in the backward, which costs less than the
+    memory of its FP8 copies would. From the second scope on it is known which weights are used more often (by
+    several microbatches); those are quantized once per scope, in both orders.
+    """
+    once = weight.is_cuda and record and slot.scope.caching and slot.name not in slot.scope.reused
+    if not once or isinstance(weight, GatheredWeight) or torch.compiler.is_compiling():
+        wq = quantize_weight(weight, slot, record, layout_of(rows=True, columns=needs_dx))
+        return wq, KeptWeight(*wq.for_gradients()) if needs_dx else KeptWeight(None, None)
+    slot.scope.used(slot.name)
+    wq = quantize(weight, slot, record)
+    return wq, KeptWeight(weight, None) if needs_dx else KeptWeight(None, None)
+
+
+def layout_of(*, rows: bool, columns: bool) -> int:
+    """What to ask of `quantize`: rows for one product, columns for another."""
+    return Layout.BOTH if rows and columns else Layout.COLUMNS if columns else Layout.ROWS
 
 
 def update_guards(slots: Iterable[Slot], training: bool) -> tuple[torch.Tensor, ...]:
@@ -100,7 +180,7 @@ class _CachedWeight:
     amax: torch.Tensor
 
 
-def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool) -> Quantized:
+def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool, layout: int = Layout.BOTH) -> Quantized:
     """Quantize a weight, once per scope; every use in a recording scope records its amax.
 
     A version counter proves nothing across steps (FSDP2 and `.data.copy_` write without it), and an
@@ -110,16 +190,17 @@ def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool) -> Quantized
         return weight.use(slot, record)
     scope = slot.scope
     if not (record and scope.caching) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return quantize(weight, slot, record)
+        return quantize(weight, slot, record, layout=layout)
     entry = scope.weight_cache.get(slot.name)
     if (
         entry is None
         or entry.serial != scope.serial
         or entry.weight is not weight
         or entry.version != weight._version
+        or (layout & Layout.COLUMNS and entry.quantized.columns is None and weight.is_cuda)
     ):
         amax = torch.full_like(slot.amax, ABSENT)
-        quantized = quantize(weight, slot, record, amax=amax)
+        quantized = quantize(weight, slot, record, amax=amax, layout=layout)
         entry = _CachedWeight(scope.serial, weight, weight._version, quantized, amax)
         scope.weight_cache[slot.name] = entry
     record_amax(slot.amax, entry.amax)

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from .._scope import Phase
 from .._slots import Slot
 from ..errors import ScheduleMismatch
-from ..kernels.quantize import Quantized, quantize
+from ..kernels.quantize import Layout, Quantized, quantize
 from ._products import (
     Output,
     dgrad,
@@ -62,7 +62,7 @@ def forked_linear(
 ) -> torch.Tensor:
     """The FP8 linear layer as two autograd nodes; arguments, bits and amaxes as in `linear`."""
     record = training and slots.input.scope.recording
-    xq = quantize(rows(x.detach()), slots.input, record)
+    xq = quantize(rows(x.detach()), slots.input, record, layout=Layout.BOTH)
     wq = quantize_weight(weight, slots.weight, record)
     product = forward_product(xq, wq, None if bias is None else bias.detach(), x.shape, output.dtype)
     y = output.activate(product)
@@ -126,7 +126,7 @@ class _InputSide(torch.autograd.Function):
         gradient: _SharedGradient,
         kept: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
-        ctx.save_for_backward(*wq, *kept)
+        ctx.save_for_backward(*wq.for_gradients(), *kept)
         ctx.gradient, ctx.x_shape, ctx.dx_dtype = gradient, x.shape, dx_dtype
         return y
 
@@ -152,7 +152,7 @@ class _WeightSide(torch.autograd.Function):
         gradient: _SharedGradient,
         kept: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
-        ctx.save_for_backward(*(xq if ctx.needs_input_grad[0] else (None, None)), *kept)
+        ctx.save_for_backward(*(xq.for_gradients() if ctx.needs_input_grad[0] else (None, None)), *kept)
         ctx.gradient, ctx.weight_dtype = gradient, weight.dtype
         return torch.full((), -0.0, dtype=y.dtype, device=y.device).expand(y.shape)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ._functional import NORMALIZATIONS, check_choice, normalize
+from ._fused import Layers, fused, supports
 from ._split import SplitsBackward, WeightGradients
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
@@ -99,6 +100,11 @@ class LayerNormLinear(SplitsBackward):
             [..., out_features], or with `return_layernorm_output` a pair of it and the normalized input.
         """
         check_operands(input, self.weight, autocast=torch.is_autocast_enabled(input.device.type))
+        if not self.return_layernorm_output and supports(input, (self.weight,), (self.slots,), self.wgrad):
+            assert self.slots is not None
+            layers = Layers(self.normalization, self.eps, (self.slots,), "", self.training)
+            parameters = ((self.weight, self.bias),)
+            return fused(input, self.layer_norm_weight, self.layer_norm_bias, parameters, layers)
         normalized = normalize(
             input, self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps
         )

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ._functional import ACTIVATIONS, NORMALIZATIONS, check_choice, normalize
+from ._fused import Layers, fused, supports
 from ._split import SplitsBackward, WeightGradients
 from .linear import LinearSlots, Notices, Registrar, check_operands, describe, linear
 
@@ -120,6 +121,11 @@ class LayerNormMLP(SplitsBackward):
             [..., hidden_size], or with `return_layernorm_output` a pair of it and the normalized input.
         """
         check_operands(input, self.fc1_weight, autocast=torch.is_autocast_enabled(input.device.type))
+        plain = not (self.return_layernorm_output or self.checkpoint)
+        if plain and supports(
+            input, (self.fc1_weight, self.fc2_weight), (self.fc1_slots, self.fc2_slots), self.wgrad
+        ):
+            return self._fused(input)
         # In eval mode no guard would notice that the scales moved before the recomputation.
         if self.checkpoint and self.training:
             first_half = self._first_half
@@ -139,6 +145,14 @@ class LayerNormMLP(SplitsBackward):
             dtype=input.dtype,
         )
         return output if normalized is None else (output, normalized)
+
+    def _fused(self, input: torch.Tensor) -> torch.Tensor:
+        assert self.fc1_slots is not None
+        assert self.fc2_slots is not None
+        slots = (self.fc1_slots, self.fc2_slots)
+        layers = Layers(self.normalization, self.eps, slots, self.activation, self.training)
+        parameters = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias))
+        return fused(input, self.layer_norm_weight, self.layer_norm_bias, parameters, layers)
 
     def _first_half(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The input of `fc2` in float32, and the normalized input if it is returned."""

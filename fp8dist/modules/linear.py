@@ -28,8 +28,17 @@ from ..kernels.gemm import ALIGNMENT, supported
 from ..kernels.quantize import HIGH_PRECISION, Quantized, quantize
 from ._dtensor import distributed_linear, splits_evenly
 from ._functional import ACTIVATIONS
-from ._products import Output, dgrad, forward_product, quantize_gradient, rows, update_guards
-from ._products import quantize_weight as _quantize_weight
+from ._products import (
+    KeptWeight,
+    Output,
+    dgrad,
+    forward_product,
+    keep_weight,
+    layout_of,
+    quantize_gradient_and_bias,
+    rows,
+    update_guards,
+)
 from ._products import wgrad as _wgrad
 from ._split import GradientSink, SplitsBackward, WeightGradients, forked_linear
 
@@ -281,14 +290,13 @@ class _LinearFunction(torch.autograd.Function):
         sink: GradientSink | None,
     ) -> torch.Tensor:
         record = training and slots.input.scope.recording
-        xq = quantize(rows(x), slots.input, record)
-        wq = _quantize_weight(weight, slots.weight, record)
-        y = forward_product(xq, wq, bias, x.shape, output.dtype)
-
         needs_dx, needs_dw, ctx.needs_db = ctx.needs_input_grad[:3]
+        xq = quantize(rows(x), slots.input, record, layout=layout_of(rows=True, columns=needs_dw))
+        wq, kept_weight = keep_weight(weight, slots.weight, record, needs_dx)
+        y = forward_product(xq, wq, bias, x.shape, output.dtype)
         ctx.save_for_backward(
-            *(xq if needs_dw else (None, None)),
-            *(wq if needs_dx else (None, None)),
+            *(xq.for_gradients() if needs_dw else (None, None)),
+            *kept_weight,
             output.kept(y),
             *update_guards(slots, training),
         )
@@ -300,12 +308,18 @@ class _LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_data, x_scale_inv, w_data, w_scale_inv, kept, *_ = ctx.saved_tensors
-        dy = ctx.output.derive(dy, kept)
-        gq = quantize_gradient(dy, ctx.slots.grad_output, ctx.training)
+        gq, db = quantize_gradient_and_bias(
+            rows(ctx.output.derive(dy, kept)),
+            ctx.slots.grad_output,
+            ctx.training,
+            rows_wanted=w_data is not None,
+            columns=x_data is not None,
+            db=ctx.needs_db,
+        )
         dx = dw = None
-        db = rows(dy).sum(0) if ctx.needs_db else None  # of the gradient before it is quantized
         if w_data is not None:
-            dx = dgrad(gq, Quantized(w_data, w_scale_inv), ctx.x_shape, ctx.output.dx_dtype)
+            wq = KeptWeight(w_data, w_scale_inv).columns(ctx.slots.weight)
+            dx = dgrad(gq, wq, ctx.x_shape, ctx.output.dx_dtype)
         xq = None if x_data is None else Quantized(x_data, x_scale_inv)
         if ctx.sink is not None:
             if xq is not None or db is not None:

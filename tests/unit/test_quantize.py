@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8dist._amax import ABSENT
 from fp8dist._slots import Slot
-from fp8dist.kernels.quantize import quantize, scale_from_amax
+from fp8dist.kernels.quantize import Layout, quantize, scale_from_amax
 
 FORMATS = [E4M3, E5M2]
 HIGH = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,7 +40,7 @@ def wide_values(dtype: torch.dtype, count: int = 4096) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 0.3, 977.0])
 def test_a_warm_cast_rounds_once_to_the_nearest_value_and_saturates(fp8, dtype, scale):
     x = wide_values(dtype)
-    data, scale_inv = quantize(x, make_slot(fp8, scale=scale), record=False)
+    data, scale_inv, _ = quantize(x, make_slot(fp8, scale=scale), record=False)
     assert data.dtype == fp8
     np.testing.assert_array_equal(data.float().numpy(), round_to_fp8(x, scale, fp8))
     assert scale_inv.item() == np.float32(1) / np.float32(scale)
@@ -49,7 +49,7 @@ def test_a_warm_cast_rounds_once_to_the_nearest_value_and_saturates(fp8, dtype, 
 @pytest.mark.parametrize("fp8", FORMATS)
 def test_ties_go_to_the_even_code_and_signs_and_nan_survive(fp8):
     x = torch.tensor([1.0625, 1.125, 1.1875, -1.0625, -0.0, math.nan, math.inf, -math.inf, 1e30, 61440.0])
-    data, _ = quantize(x, make_slot(fp8, scale=1.0), record=False)
+    data, _, _ = quantize(x, make_slot(fp8, scale=1.0), record=False)
     expected = round_to_fp8(x, 1.0, fp8)
     np.testing.assert_array_equal(data.float().numpy(), expected)
     np.testing.assert_array_equal(np.signbit(data.float().numpy()[:5]), np.signbit(expected[:5]))
@@ -61,27 +61,27 @@ def test_a_cold_slot_scales_by_the_tensors_own_amax(fp8, dtype):
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):
         x = torch.randn(5, 7, generator=generator).to(dtype)
-        data, scale_inv = quantize(x, make_slot(fp8), record=False)
+        data, scale_inv, _ = quantize(x, make_slot(fp8), record=False)
         scale = np.float32(FP8_MAX[fp8]) / np.float32(x.abs().max().item())
         np.testing.assert_array_equal(data.float().numpy(), round_to_fp8(x, scale, fp8))
         assert scale_inv.item() == np.float32(1) / scale
 
 
 def test_a_warm_slot_ignores_the_tensors_own_amax():
-    data, _ = quantize(torch.tensor([2.0, 4.0]), make_slot(scale=1.0), record=True)
+    data, _, _ = quantize(torch.tensor([2.0, 4.0]), make_slot(scale=1.0), record=True)
     assert data.float().tolist() == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
 def test_without_a_usable_amax_the_cold_scale_is_one(amax):
-    data, scale_inv = quantize(torch.tensor([amax, 0.0]), make_slot(), record=False)
+    data, scale_inv, _ = quantize(torch.tensor([amax, 0.0]), make_slot(), record=False)
     assert scale_inv.item() == 1.0
     assert data.float()[1].item() == 0.0
 
 
 def test_an_infinite_cold_scale_becomes_the_largest_float():
     assert scale_from_amax(torch.tensor([1e-44]), 448.0).item() == FP32_MAX
-    data, _ = quantize(torch.tensor([1e-44]), make_slot(), record=False)
+    data, _, _ = quantize(torch.tensor([1e-44]), make_slot(), record=False)
     assert torch.isfinite(data.float()).all()
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_recorded_unless_asked(scale):
 def test_an_empty_tensor_is_cast_and_records_nothing(scale, shape):
     slot = make_slot(scale=scale)
     slot.casts = torch.zeros(3, dtype=torch.int64)
-    data, scale_inv = quantize(torch.empty(shape), slot, record=True)
+    data, scale_inv, _ = quantize(torch.empty(shape), slot, record=True)
     assert (data.shape, data.dtype, scale_inv.item()) == (shape, E4M3, 1.0)
     assert slot.amax.item() == ABSENT
     assert slot.casts.tolist() == [0, 0, 0]
@@ -137,7 +137,7 @@ def test_casts_count_values_saturated_and_flushed(fp8):
 def test_a_finite_value_that_overflows_while_it_is_scaled_counts_as_saturated():
     slot = make_slot(scale=1e30)
     slot.casts = torch.zeros(3, dtype=torch.int64)
-    data, _ = quantize(torch.tensor([1e30]), slot, record=True)
+    data, _, _ = quantize(torch.tensor([1e30]), slot, record=True)
     assert data.float().item() == 448.0
     assert slot.casts.tolist() == [1, 1, 0]
 
@@ -157,10 +157,10 @@ def test_any_strides_give_a_contiguous_result_and_leave_the_input_alone(view):
     before = base.clone()
     x = view(base)
     slot, other = make_slot(), make_slot()
-    data, _ = quantize(x, slot, record=True)
+    data, _, _ = quantize(x, slot, record=True)
     assert data.is_contiguous()
     assert data.shape == x.shape
-    expected, _ = quantize(x.contiguous(), other, record=True)
+    expected, _, _ = quantize(x.contiguous(), other, record=True)
     assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(base, before)
 
@@ -168,7 +168,7 @@ def test_any_strides_give_a_contiguous_result_and_leave_the_input_alone(view):
 @pytest.mark.parametrize("scale", [2.0, None])
 def test_scale_inv_is_nobody_elses_tensor(scale):
     slot = make_slot(scale=scale)
-    _, scale_inv = quantize(torch.tensor([1.0]), slot, record=True)
+    _, scale_inv, _ = quantize(torch.tensor([1.0]), slot, record=True)
     before = scale_inv.item()
     slot.scale.fill_(99.0)
     slot.scale_inv.fill_(99.0)
@@ -194,7 +194,7 @@ def test_no_gradient_flows_and_no_graph_is_kept(scale):
     slot = make_slot(scale=scale)
     x = torch.randn(4, requires_grad=True) * 2
     with torch.enable_grad():
-        data, scale_inv = quantize(x, slot, record=True)
+        data, scale_inv, _ = quantize(x, slot, record=True)
     assert not data.requires_grad
     assert not scale_inv.requires_grad
     assert not slot.amax.requires_grad
@@ -205,7 +205,7 @@ def test_the_op_keeps_the_contract_of_torch_library():
     slot = make_slot(scale=2.0)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).t()
     for casts in (None, torch.zeros(3, dtype=torch.int64)):
-        arguments = (x, slot.scale, slot.warm, slot.amax, casts, True, 448.0, E4M3)
+        arguments = (x, slot.scale, slot.warm, slot.amax, casts, True, 448.0, E4M3, Layout.BOTH)
         torch.library.opcheck(
             torch.ops.fp8dist.quantize.default, arguments, test_utils=("test_schema", "test_faketensor")
         )
@@ -221,10 +221,10 @@ def test_it_compiles_into_one_graph_with_the_same_bits(scale, counted):
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def double_and_quantize(x):
-        return quantize(x * 2, traced, True)
+        return quantize(x * 2, traced, True)[:2]
 
     data, scale_inv = double_and_quantize(x)
-    expected, expected_scale_inv = quantize(x * 2, eager, True)
+    expected, expected_scale_inv, _ = quantize(x * 2, eager, True)
     assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale_inv, expected_scale_inv)
     assert torch.equal(traced.amax, eager.amax)
@@ -232,13 +232,26 @@ def test_it_compiles_into_one_graph_with_the_same_bits(scale, counted):
         assert traced.casts.tolist() == eager.casts.tolist() == [32, 0, 0]
 
 
-def test_it_traces_under_fake_tensors_of_a_gpu():
+@pytest.mark.parametrize("layout", [Layout.ROWS, Layout.COLUMNS, Layout.BOTH])
+def test_it_traces_under_fake_tensors_of_a_gpu(layout):
     with FakeTensorMode():
         x = torch.empty(8, 4, device="cuda", dtype=torch.bfloat16).t()
         scale, amax = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
-        data, scale_inv = torch.ops.fp8dist.quantize(
-            x, scale, torch.tensor([False]), amax, None, True, 448.0, E4M3
+        data, transposed, scale_inv = torch.ops.fp8dist.quantize(
+            x, scale, torch.tensor([False]), amax, None, True, 448.0, E4M3, layout
         )
-    assert (data.device.type, data.shape, data.dtype) == ("cuda", (4, 8), E4M3)
-    assert data.is_contiguous()
+    for result, wanted, shape in ((data, Layout.ROWS, (4, 8)), (transposed, Layout.COLUMNS, (8, 4))):
+        assert (result.device.type, result.dtype) == ("cuda", E4M3)
+        assert result.shape == (shape if layout & wanted else (0,))
+        assert result.is_contiguous()
     assert (scale_inv.shape, scale_inv.dtype) == ((1,), torch.float32)
+
+
+@pytest.mark.parametrize("layout", [Layout.ROWS, Layout.COLUMNS, Layout.BOTH])
+def test_off_a_gpu_there_are_rows_only(layout):
+    slot = make_slot(scale=2.0)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(x, slot, record=False, layout=layout)
+    assert quantized.columns is None
+    assert quantized.data.is_contiguous()
+    assert quantized.for_gradients()[0] is quantized.data

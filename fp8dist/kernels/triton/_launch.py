@@ -1,0 +1,101 @@
+"""Call a Triton kernel with little host time.
+
+`kernel[grid](...)` binds, specializes and hashes all arguments anew at each call. Here one short key finds the
+binary of an earlier call, which then gets raw addresses. The key covers all that the binary depends on: dtypes and
+presence of tensors, alignment, constants. For that, kernels must not be specialized on integers: they take
+sizes in units (`unit_of`), so that the compiler knows what these are multiples of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+VECTOR = 16
+"""Bytes of one memory access, and the multiple that makes an FP8 row a whole number of them."""
+
+
+FP8_MAX = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+"""Where the hardware's cast saturates."""
+
+
+def unit_of(*sizes: int) -> int:
+    """`VECTOR` if it divides all sizes, else 1."""
+    bits = 0
+    for size in sizes:
+        bits |= size
+    return 1 if bits % VECTOR else VECTOR
+
+
+class Launcher:
+    """One Triton kernel and its binaries, by device and key.
+
+    Args:
+        kernel: decorated with `triton.jit`. Its parameters are, in this order: tensors, of which only the fast ones
+            are specialized on alignment; integers, not specialized; constants.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._binaries: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor | None],
+        integers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        """Launch on the current stream of the device of the first tensor. Does not wait.
+
+        Args:
+            grid: number of programs; none of them 0.
+            tensors: None where the kernel shall do without.
+            integers: below 2**31.
+            constants: compiled into the binary.
+            num_warps: of each program.
+        """
+        first = tensors[0]
+        assert first is not None
+        device = first.get_device()
+        key: list[Any] = [device, num_warps, constants]
+        addresses: list[int | None] = []
+        for tensor in tensors:
+            if tensor is None:
+                addresses.append(None)
+                key.append(None)
+            else:
+                address = tensor.data_ptr()
+                addresses.append(address)
+                key.append(tensor.dtype if address % VECTOR == 0 else (tensor.dtype, "unaligned"))
+        binary = self._binaries.get(tuple(key))
+        if binary is None:
+            binary = self._compiled(device, grid, (*tensors, *integers, *constants), num_warps)
+            self._binaries[tuple(key)] = binary
+        elif device == driver.active.get_current_device():
+            stream = driver.active.get_current_stream(device)
+            _run(binary, grid, stream, (*addresses, *integers, *constants))
+        else:
+            with torch.cuda.device(device):
+                stream = driver.active.get_current_stream(device)
+                _run(binary, grid, stream, (*addresses, *integers, *constants))
+
+    def _compiled(self, device: int, grid: tuple[int, int, int], arguments: Any, num_warps: int) -> Any:
+        if device < 0:  # Triton's interpreter runs on the CPU, and has no binaries
+            return self._kernel[grid](*arguments)
+        with torch.cuda.device(device):
+            return self._kernel[grid](*arguments, num_warps=num_warps)
+
+
+def _run(binary: Any, grid: tuple[int, int, int], stream: int, arguments: tuple[Any, ...]) -> None:
+    # As `JITFunction.run` ends, without its launch hooks (only profilers set them).
+    binary.run(*grid, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover `size`."""
+    return -(-size // block)  # `triton.cdiv` is made for kernels, and slow here
