@@ -288,6 +288,8 @@ class AgingState(DelayedState):
         if recipe.first_step == "unit":
             self.warm.fill_(True)
         self._freezes = recipe.non_finite == "freeze"
+        plain = isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
+        self._by_kernel = plain and type(self) is AgingState and self.device.type == "cuda"
         self._absent = torch.tensor(ABSENT, device=self.device)
         self._all_warm = bool(self.warm.all())
         self._clean = True  # the last update met no inf and no NaN
@@ -306,7 +308,7 @@ class AgingState(DelayedState):
         if type(self).update is not AgingState.update or self._enter_moves_slots:
             return
         rest = None
-        if self.recipe.amax_compute_algo == "max" and self.history.shape[0] > 1:
+        if self.recipe.amax_compute_algo == "max" and not self._by_kernel and self.history.shape[0] > 1:
             parts = (self.history[: self.head], self.history[self.head + 1 :])
             rest = functools.reduce(torch.maximum, (part.amax(0) for part in parts if len(part)))
         self._prepared = _Prepared(self._snapshot(), rest)
@@ -315,6 +317,9 @@ class AgingState(DelayedState):
         self._apply(amax, prepared.rest)
 
     def _apply(self, amax: torch.Tensor, rest: torch.Tensor | None) -> None:
+        if self._by_kernel:
+            self._apply_by_kernel(amax)
+            return
         self._clean = self._is_clean(amax)
         if not self._clean:
             torch.lt(amax, math.inf, out=self._finite)
@@ -328,6 +333,28 @@ class AgingState(DelayedState):
         torch.reciprocal(self.scale, out=self.scale_inv)
         if not self._all_warm:  # reading a GPU's mask waits for it, so only while a slot is cold
             self.warm.logical_or_(self._usable.cpu())
+            self._all_warm = bool(self.warm.all())
+
+    def _apply_by_kernel(self, amax: torch.Tensor) -> None:
+        from .kernels.triton import update
+
+        warm = None if self._all_warm else self.warm.to(self.device)
+        update(
+            amax.contiguous(),
+            self.history,
+            self.head,
+            self.scale,
+            self.scale_inv,
+            warm,
+            self.nonfinite,
+            self.recipe.scaled_max(self.backward),
+            freeze=self._freezes,
+            most_recent=self.recipe.amax_compute_algo == "most_recent",
+            reset=False,
+        )
+        self.head = (self.head + 1) % self.history.shape[0]
+        if warm is not None:
+            self.warm.copy_(warm)
             self._all_warm = bool(self.warm.all())
 
     def _is_clean(self, amax: torch.Tensor) -> bool:
@@ -370,6 +397,8 @@ class AgingState(DelayedState):
         if self._freezes or self.recipe.amax_compute_algo != "max":
             self._usable.logical_and_(torch.lt(window, math.inf))
 
+    _by_kernel = False  # one kernel does the whole update
+
     def _load_rows(self, rows: torch.Tensor) -> None:
         # Rows of another rule may hold what ours never enters.
         super()._load_rows(rows if self._freezes else torch.where(rows < math.inf, rows, self._absent))
@@ -383,21 +412,26 @@ class AgingState(DelayedState):
         # Only these rules are known to touch a single row; a subclass's may change anything.
         if type(self).update is not AgingState.update:
             return super()._snapshot()
-        return self._evicted(), self.scale.clone(), None if self._all_warm else self.warm.clone()
+        warm = None if self._all_warm else self.warm.clone()
+        # A GPU is not asked whether an amax was finite, so all counts are kept instead of who was not.
+        nonfinite = self.nonfinite.clone() if self._by_kernel else None
+        return self._evicted(), self.scale.clone(), warm, nonfinite
 
     def _restore(self, record: Any) -> None:
         if isinstance(record, dict):
             super()._restore(record)
             self._all_warm = bool(self.warm.all())
             return
-        evicted, scale, warm = record
+        evicted, scale, warm, nonfinite = record
         self._put_back(evicted)
         self.scale.copy_(scale)
         torch.reciprocal(self.scale, out=self.scale_inv)
         if warm is not None:
             self.warm.copy_(warm)
             self._all_warm = False
-        if not self._clean:
+        if nonfinite is not None:
+            self.nonfinite.copy_(nonfinite)
+        elif not self._clean:
             self.nonfinite.sub_(self._lost.to(torch.int64))
             self._clean = True
 

@@ -72,9 +72,17 @@ def quantize(
         ValueError: another dtype, or the slot lies on another device than `x`.
     """
     scale, warm, cell, casts = prepare(x, slot, record, amax)
-    # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
-    run = _quantize if runs_kernels(x) else torch.ops.fp8dist.quantize
-    data, transposed, scale_inv = run(
+    if runs_kernels(x) and casts is None and x.dim() == 2:
+        # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
+        data, transposed, scale_inv = _quantize_by_kernel(
+            x, scale, warm, cell if record else None, slot.scaled_max, slot.dtype, layout
+        )
+        columns = None if transposed is None else transposed.t()
+        if data is None:
+            assert columns is not None
+            return Quantized(columns, scale_inv, columns)
+        return Quantized(data, scale_inv, columns)
+    data, transposed, scale_inv = torch.ops.fp8dist.quantize(
         x, scale, warm, cell, casts, record, slot.scaled_max, slot.dtype, layout
     )
     if layout == Layout.ROWS or not x.is_cuda:
@@ -143,11 +151,13 @@ def _quantize(
     layout: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_dtype(x)
-    cold = not bool(warm)
     if x.is_cuda and casts is None and x.dim() == 2:
-        if cold and x.numel() > 0:
-            scale = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max)
-        return _quantize_by_kernel(x, scale, amax if record else None, dtype, layout)
+        rows, columns, scale_inv = _quantize_by_kernel(
+            x, scale, warm, amax if record else None, scaled_max, dtype, layout
+        )
+        none = [torch.empty(0, dtype=dtype, device=x.device) for part in (rows, columns) if part is None]
+        return none.pop() if rows is None else rows, none.pop() if columns is None else columns, scale_inv
+    cold = not bool(warm)
     # Runs in the caller's grad mode, and nothing in here may become part of a graph.
     x, scale = x.detach(), scale.detach()
     if x.numel() > 0 and (record or cold):
@@ -169,26 +179,28 @@ def _quantize(
 
 
 def _quantize_by_kernel(
-    x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, dtype: torch.dtype, layout: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    warm: torch.Tensor,
+    amax: torch.Tensor | None,
+    scaled_max: float,
+    dtype: torch.dtype,
+    layout: int,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Rows, transposed and scale_inv, in one pass; an amax of None is not recorded."""
     from .triton import cast
 
-    result = cast(
+    if not warm and x.numel() > 0:
+        scale = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max)
+    return cast(
         x,
         scale,
         amax,
         dtype,
         FP8_MAX[dtype],
-        transpose=bool(layout & Layout.COLUMNS),
-        keep=bool(layout & Layout.ROWS),
+        transpose=layout & Layout.COLUMNS != 0,
+        keep=layout & Layout.ROWS != 0,
     )
-    none = _nothing(x.device, dtype)
-    data = none if result.data is None else result.data
-    return data, none if result.data_t is None else result.data_t, result.scale_inv
-
-
-def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _count_casts(
