@@ -55,23 +55,27 @@ def recovery(brought: Brought) -> dict[str, Any]:
     Raises:
         RanksDisagree: some rank is further ahead than its undo record reaches, or shall be healed otherwise.
     """
-    generations = {rank: payload["generation"] for payload, ranks in brought for rank in ranks}
     healers = by_value(brought, "heal_from")
     if len(healers) > 1:
         raise RanksDisagree(
             f"recover() expects the same heal_from on every rank but got {said(healers)}", field="heal_from"
         )
     healer = brought[0][0]["heal_from"]
-    lowest = min(generations.values()) if healer is None else generations[healer]
-    unreachable = [p["generation"] > lowest + p["undoable"] for p, _ in brought]
-    if healer is None and any(unreachable):
+    ranks = {rank: payload for payload, bringing in brought for rank in bringing}
+    generations = {rank: payload["generation"] for rank, payload in ranks.items()}
+    to = min(generations.values()) if healer is None else generations[healer]
+    ahead = [rank for rank, at in generations.items() if at == to + 1 and ranks[rank]["undoable"]]
+    level = [rank for rank, at in generations.items() if at == to or rank in ahead]
+    if healer is None and len(level) < len(ranks):
         raise RanksDisagree(
             f"recover() expects all ranks within one commit of each other but their generations are "
             f"{said(by_value(brought, 'generation'))}; load one checkpoint on every rank instead",
             field="generation",
         )
     return {
-        "generation": lowest,
+        "generation": to,
+        "ahead": ahead,
+        "level": sorted(level),
         "communicator": secrets.token_hex(8),
         "started": max(payload["started"] for payload, _ in brought),
         "scopes": max(payload["scopes"] for payload, _ in brought),

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -390,7 +391,7 @@ class UpdateProtocol:
         agreed = self._negotiator.agree("recover", payload, _decisions.recovery, self._timeout)
         self._transport.catch_up(agreed["started"])
         self._serial = agreed["scopes"]  # a rank may have failed before it opened the scope
-        if heal_from is None and self._generation > agreed["generation"]:
+        if self._transport.rank in agreed["ahead"]:
             undone = self._table.undo()
             assert undone, "the undo record was there when the ranks agreed"
             self._generation -= 1
@@ -401,7 +402,7 @@ class UpdateProtocol:
         if brought is not None and self._reduces_amaxes:
             self._take_over(*brought)
         if heal_from is not None:
-            self._heal(heal_from)
+            self._heal(heal_from, agreed["level"])
             self._generation = agreed["generation"]
         self._pending = None
         self._broken = None
@@ -428,11 +429,18 @@ class UpdateProtocol:
             self._table.load_words([self._table.layout.names[i] for i in unknown], words[unknown])
             self._table.reset_row()
 
-    def _heal(self, rank: int) -> None:
-        """Take over one rank's state, in one collective."""
+    def _heal(self, rank: int, level: Sequence[int]) -> None:
+        """Take over one rank's state, in one collective.
+
+        Args:
+            rank: whose.
+            level: the ranks of its generation. Of what it does not hold the lowest of these gives its own.
+        """
         layout, me = self._table.layout, self._transport.rank
-        # Of what it does not hold the lowest holder gives its own.
-        givers = [rank if rank in ranks else ranks[0] for ranks in layout.holders]
+        givers = []
+        for ranks in layout.holders:
+            fitting = [holder for holder in ranks if holder in level] or ranks
+            givers.append(rank if rank in ranks else fitting[0])
         words = self._table.columns_as_words(layout.names)
         mine = torch.tensor([givers[c] == me for c in layout.class_of], device=words.device)
         words[~mine] = INT32_MIN

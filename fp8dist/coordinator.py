@@ -694,8 +694,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
     def _check_process(self) -> None:
         if self._is_forked_copy:
             raise ScopeError(
-                f"coordinator {self.name!r} expects to be used by process {self._pid}, which created it, but got a call "
-                f"in process {os.getpid()}, which was forked from it; leave it alone there (data workers need none)"
+                f"coordinator {self.name!r} expects to be used by process {self._pid}, which created it, but got a "
+                f"call in process {os.getpid()}, forked from it; leave it alone there (data workers need none)"
             )
 
     def _check_open_for_use(self) -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -100,6 +100,7 @@ def run_ranks(
     store_rank: int | None = None,
     group_timeout: float | None = None,
     stay: bool = True,
+    expendable: Collection[int] = (),
 ) -> Outcomes:
     """Run `fn(rank, world)` on forked ranks and return how each ended. Raises nothing that a rank raised.
 
@@ -111,6 +112,7 @@ def run_ranks(
         store_rank: the rank that serves the store; None leaves it to the parent, which outlives all ranks.
         group_timeout: seconds, of the store and of the default group's collectives; None is `timeout`.
         stay: a rank that has finished keeps its process, its sockets and its store until all have.
+        expendable: ranks that nobody waits for when all others have finished, since they stop themselves.
 
     Returns:
         One outcome per rank.
@@ -125,7 +127,7 @@ def run_ranks(
         for rank in range(world):
             ranks.append(_fork(rank, world, fn, limits, init, store_rank, stay, ranks))
         store = _connect(ranks, store_rank, limits[1]) if init else None
-        outcomes = _collect(ranks, timeout)
+        outcomes = _collect(ranks, timeout, expendable)
         del store
         return outcomes
     finally:
@@ -290,14 +292,15 @@ def _connect(ranks: Sequence[_Rank], store_rank: int | None, group_timeout: floa
     return store
 
 
-def _collect(ranks: Sequence[_Rank], timeout: float) -> Outcomes:
+def _collect(ranks: Sequence[_Rank], timeout: float, expendable: Collection[int]) -> Outcomes:
     """Wait for every rank's report, death or the time limit; then release those that stayed."""
     start = time.monotonic()
+    awaited = {child.rank for child in ranks} - set(expendable)
     done: dict[int, Outcome] = {}
     with selectors.DefaultSelector() as selector:
         for child in ranks:
             selector.register(child.pipe, selectors.EVENT_READ, child)
-        while len(done) < len(ranks) and (left := start + timeout - time.monotonic()) > 0:
+        while not awaited <= done.keys() and (left := start + timeout - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 child = key.data
                 selector.unregister(child.pipe)

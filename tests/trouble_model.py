@@ -340,22 +340,18 @@ class Model:
         ranks = self.ranks
         if ranks[0].layout is None:
             return [Ended()] * WORLD
-        lowest = min(rank.generation for rank in ranks)
-        if heal_from is None and any(rank.generation > lowest + rank.can_undo for rank in ranks):
+        to = min(rank.generation for rank in ranks) if heal_from is None else ranks[heal_from].generation
+        ahead = [rank for rank in ranks if rank.generation == to + 1 and rank.can_undo]
+        level = [rank for rank in ranks if rank.generation == to or rank in ahead]
+        if heal_from is None and len(level) < WORLD:
             return [Ended("RanksDisagree", frozenset(["generation"]))] * WORLD
         layouts = [rank.layout for rank in ranks]
-        if (
-            heal_from is not None
-            and layouts.count(layouts[0]) < WORLD
-            and len({r.generation for r in ranks}) > 1
-        ):
-            raise Unfit(
-                "holders of another layout are a commit ahead, and whose state a new holder gets is not said"
-            )
+        if heal_from is not None and layouts.count(layouts[0]) < WORLD and len(level) < WORLD:
+            raise Unfit("holders are of several generations, and whose state a new holder gets is not said")
         most = max(rank.started for rank in ranks)
         for rank in ranks:
             rank.reduce(most - rank.started)
-            if heal_from is None and rank.generation > lowest:
+            if rank in ahead:
                 rank.generation -= 1
                 if rank.undo is not None:
                     rank.cells, rank.nonfinite = rank.undo
@@ -369,15 +365,15 @@ class Model:
                 rank.undo = None
                 rank.reduce()
         if heal_from is not None:
-            self._heal(heal_from)
+            self._heal(heal_from, level)
         return [Ended()] * WORLD
 
-    def _heal(self, healer: int) -> None:
+    def _heal(self, healer: int, level: list[Rank]) -> None:
         layout = self.ranks[0].layout or {}
-        given = {
-            name: self.ranks[healer if healer in holders else holders[0]].cells[name]
-            for name, holders in layout.items()
-        }
+        given = {}
+        for name, holders in layout.items():
+            fitting = [holder for holder in holders if self.ranks[holder] in level] or holders
+            given[name] = self.ranks[healer if healer in holders else fitting[0]].cells[name]
         for rank in self.ranks:
             rank.cells = {name: given[name] for name in rank.cells}
             rank.generation, rank.undo = self.ranks[healer].generation, None

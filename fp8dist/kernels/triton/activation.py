@@ -18,7 +18,7 @@ WIDTHS = {"gelu": 1, "relu": 1, "silu": 1, "swiglu": 2}
 FORWARD_TILE = (64, 64, 1, 4)
 BACKWARD_TILE = (64, 64, 1, 4)
 BACKWARD_SUM_TILE = (64, 64, 2, 4)
-GATED_BACKWARD_TILE = (32, 64, 1, 4)
+GATED_BACKWARD_TILE = (32, 128, 1, 8)
 GATED_BACKWARD_SUM_TILE = (64, 32, 1, 4)
 
 # gelu(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)), its tanh form without the cancellation of 1 + tanh.

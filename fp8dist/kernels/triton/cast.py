@@ -183,8 +183,8 @@ def new_cast(
     assert m < 2**24, m  # offsets within a tile of the transposed copy fit 32 bits
     device = scale.device
     return Cast(
-        torch.empty((m, k), dtype=dtype, device=device) if keep else None,
-        torch.empty((k, m), dtype=dtype, device=device) if transpose else None,
+        torch.empty(m, k, dtype=dtype, device=device) if keep else None,
+        torch.empty(k, m, dtype=dtype, device=device) if transpose else None,
         torch.empty_like(scale),
     )
 

@@ -229,8 +229,12 @@ def _columns(features: int) -> int:
 def _forward_block(features: int, kind: str) -> tuple[int, int, int]:
     """Columns, rows and warps of a program; measured on an H200."""
     columns = _columns(features)
-    per_thread = 64 if kind == "LayerNorm" else 32  # two reductions wait for more rows than one
-    return columns, max(1, 128 * per_thread // columns), min(16, max(4, columns // (32 * per_thread)))
+    warps = min(16, max(4, columns // 1024))
+    if columns > 16384:
+        return columns, 1, warps
+    if kind == "LayerNorm":  # two reductions, so that a second row is worth having meanwhile
+        return columns, max(2, 8192 // columns), warps
+    return (columns, 2, 8) if columns == 16384 else (columns, max(1, 4096 // columns), warps)
 
 
 def _backward_block(features: int, row_bytes: int) -> tuple[int, int, int]:
