@@ -178,7 +178,8 @@ def serve_store(
     """Serve a store for `size` ranks from this process, on a port that the system picks.
 
     Args:
-        host: the name under which to reach it; None is an address of this host. The port is open on all of them.
+        host: the name under which to reach it; None is an address of this host. The port is open on all of
+            them, but for 127.0.0.1, which is open to this host alone.
         size: number of ranks.
         timeout: of the store's own waits.
 
@@ -187,7 +188,17 @@ def serve_store(
     """
     try:
         name = host if host is not None else _own_address()
-        store = dist.TCPStore(name, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        listening = {}
+        if name == "127.0.0.1":
+            # On a socket of its own torch's server sees IPv6 addresses, and it asks the resolver for their names while
+            # nobody is answered (5 s seen). Those of IPv4 clients on loopback are in every hosts file.
+            listener = socket.create_server((name, 0), backlog=max(128, size))
+            port, listening["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+        else:
+            port = 0
+        store = dist.TCPStore(
+            name, port, size, is_master=True, timeout=timeout, wait_for_workers=False, **listening
+        )
     except (OSError, RuntimeError) as error:
         return None, f"{type(error).__name__}: {error}"
     return store, (name, store.port)

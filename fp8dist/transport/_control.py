@@ -8,6 +8,7 @@ and answers nobody meanwhile.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -21,6 +22,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from ..errors import TransportError
 
 T = TypeVar("T")
+
+logger = logging.getLogger("fp8dist")
 
 PATIENCE = 20.0  # seconds until a store that does not answer counts as broken; a resolver may take 5 or 10
 STOP_SECONDS = 1.0  # how long the end of the process waits for the thread
@@ -110,7 +113,14 @@ class Line:
 
     def call_visitor(self) -> None:
         """Call the visitor, and forget one that is done."""
-        if self._visits is not None and not self._visits[1]():
+        if self._visits is None:
+            return
+        try:
+            goes_on = self._visits[1]()
+        except Exception:  # whoever waits for an answer must not lose this thread to it
+            logger.exception("the control plane's visitor failed and is not called again")
+            goes_on = False
+        if not goes_on:
             self._visits = None
 
 
@@ -209,7 +219,9 @@ class Control:
     def set(self, key: str, value: bytes | str) -> None:
         """Leave a value; overwrites. Nothing is awaited: if the store is gone, the next question says so."""
         full = self._key(key)
-        self.later(lambda: self._store.set(full, cast(str, value)))  # takes bytes, too; its stub does not say so
+        self.later(
+            lambda: self._store.set(full, cast(str, value))
+        )  # takes bytes, too; its stub does not say so
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys exist."""

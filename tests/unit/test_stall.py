@@ -143,7 +143,9 @@ def test_a_peer_of_this_host_whose_process_is_gone_is_an_error_before_the_deadli
     rank.control.later(lambda: None).wait(5)
     rank.inspector.cards._cards[1] = card
     start = time.monotonic()
-    with pytest.raises(TransportError, match=rf"process of rank 1 \(host .*, pid {gone.pid}, stage 3\) is gone"):
+    with pytest.raises(
+        TransportError, match=rf"process of rank 1 \(host .*, pid {gone.pid}, stage 3\) is gone"
+    ):
         rank.inspector.wait(Never(), 2, 17, 60.0, lambda: None)
     assert time.monotonic() - start < 5.0
     rank.end()
