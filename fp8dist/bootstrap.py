@@ -188,16 +188,20 @@ def serve_store(
     """
     try:
         name = host if host is not None else _own_address()
-        listening = {}
+        port, descriptor = 0, None
         if name == "127.0.0.1":
             # On a socket of its own torch's server sees IPv6 addresses, and it asks the resolver for their names while
             # nobody is answered (5 s seen). Those of IPv4 clients on loopback are in every hosts file.
             listener = socket.create_server((name, 0), backlog=max(128, size))
-            port, listening["master_listen_fd"] = listener.getsockname()[1], listener.detach()
-        else:
-            port = 0
+            port, descriptor = listener.getsockname()[1], listener.detach()
         store = dist.TCPStore(
-            name, port, size, is_master=True, timeout=timeout, wait_for_workers=False, **listening
+            name,
+            port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
         )
     except (OSError, RuntimeError) as error:
         return None, f"{type(error).__name__}: {error}"
