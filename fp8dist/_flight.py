@@ -42,6 +42,7 @@ logger = logging.getLogger("fp8dist")
 FORMAT = 1
 FORMAT_KEY = "fp8dist_flight"
 PATTERN = "flight-*.jsonl"
+BLOCKED_SECONDS = 0.5  # after which a signal's handler is taken to be held up
 LONGEST_NAME = 120  # characters of an escaped coordinator name; file systems stop at 255 for all of it
 
 Detail = int | float | str
@@ -302,8 +303,9 @@ def dump_on_signal(
 ) -> Callable[[], None]:
     """Dump whenever this process gets a signal; a handler that was there before is called afterwards.
 
-    Python runs handlers between two bytecodes of the main thread: while that thread is blocked in native code
-    (a receive of the schedule, say), the dump waits, too.
+    Python runs handlers between two bytecodes of the main thread, which may be blocked in native code for long (in a
+    receive of the schedule, say). So a thread waits beside it, and dumps if the handler has not done so after half a
+    second. It needs Python's wakeup file descriptor; where that is taken (an asyncio loop has it), the dump waits.
 
     Args:
         recorders: gives the recorders to dump; called at each signal.
@@ -322,14 +324,19 @@ def dump_on_signal(
             f"dump_on_signal expects the main thread but got {threading.current_thread().name!r}; Python lets no "
             "other thread handle signals: call it where the program starts"
         )
+    handled = threading.Event()
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def dump(reason: str) -> None:
         try:
             for recorder in recorders():
-                recorder.dump(directory, f"signal {signal.Signals(number).name}")
+                recorder.dump(directory, reason)
         except Exception:
             # It would surface at an arbitrary line of the training program.
-            logger.exception("no flight recorder dump could be made on signal %d", number)
+            logger.exception("no flight recorder dump could be made on signal %d", signum)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handled.set()
+        dump(f"signal {signal.Signals(number).name}")
         if callable(previous):
             previous(number, frame)
 
@@ -340,10 +347,43 @@ def dump_on_signal(
         raise ValueError(
             f"dump_on_signal expects a signal that can be handled but got {signum}: {error}"
         ) from error
+    stop = _watch_for(signum, handled, dump)
 
     def restore() -> None:
         if signal.getsignal(signum) is handle:
             # None says that native code had installed the handler; Python cannot name it.
             signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+        stop()
 
     return restore
+
+
+def _watch_for(signum: int, handled: threading.Event, dump: Callable[[str], None]) -> Callable[[], None]:
+    """Dump on a thread where the handler does not get to run; returns what ends that thread."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if taken != -1:
+        signal.set_wakeup_fd(taken)
+        os.close(reading)
+        os.close(writing)
+        return lambda: None
+
+    def watch() -> None:
+        while numbers := os.read(reading, 64):
+            if signum in numbers and not handled.wait(BLOCKED_SECONDS):
+                dump(
+                    f"signal {signal.Signals(signum).name}, while the main thread was blocked in native code"
+                )
+            handled.clear()
+        os.close(reading)
+
+    threading.Thread(target=watch, name="fp8dist-signal", daemon=True).start()
+
+    def stop() -> None:
+        now = signal.set_wakeup_fd(-1)
+        if now != writing and now != -1:  # somebody has taken it since
+            signal.set_wakeup_fd(now)
+        os.close(writing)  # ends the thread
+
+    return stop

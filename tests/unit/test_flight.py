@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import string
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -354,3 +356,31 @@ def test_a_signal_that_cannot_be_handled_is_refused(tmp_path: Path, signum: int)
 def test_an_event_is_what_the_reader_expects() -> None:
     """The writer takes its field names from `Event`, the reader has its own list."""
     assert Event._fields == tuple(_flight._EVENT)
+
+
+BLOCKED = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from fp8dist._flight import FlightRecorder, dump_on_signal
+recorder = FlightRecorder("main", 0, 1)
+recorder.record("open", 1, 17)
+restore = dump_on_signal(lambda: [recorder], sys.argv[1])
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+threading.Timer(3.0, lambda: print(os.listdir(sys.argv[1]), flush=True)).start()
+try:
+    store.wait(["never"], timedelta(seconds=5))  # no signal gets through to Python in here
+except dist.DistStoreError:
+    pass
+restore()
+assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+"""
+
+
+def test_a_signal_dumps_also_while_the_main_thread_is_blocked_in_native_code(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "['flight-main-rank0.jsonl']"
