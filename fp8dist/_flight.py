@@ -380,7 +380,12 @@ def _watch_for(signum: int, handled: threading.Event, dump: Callable[[str], None
 
     threading.Thread(target=watch, name="fp8dist-signal", daemon=True).start()
 
+    stopped = threading.Event()
+
     def stop() -> None:
+        if stopped.is_set():
+            return
+        stopped.set()
         now = signal.set_wakeup_fd(-1)
         if now != writing and now != -1:  # somebody has taken it since
             signal.set_wakeup_fd(now)
