@@ -194,15 +194,17 @@ class UpdateProtocol:
 
     # -- one update ---------------------------------------------------------------------------------------
 
-    def _finish(self, step: Step) -> None:
-        """Prepare (one MAX), then commit or abort."""
+    def _finish(self, step: Step, work: Work | None = None) -> None:
+        """Prepare (one MAX, started here unless it is under way), then commit or abort."""
         with phase("fp8dist::reduce"):
-            verdict = self._reduce(step)
+            self._wait(self._start(step) if work is None else work, step.tag)
+            verdict = decode(self._table.header.tolist(), len(self._transport.global_ranks))
         self._judge(verdict, step)
         self._scope.committed()
         if verdict.abandoned_rank is not None:
             self._table.reset_row(step.part)
             self._aborts += 1
+            step.committed = False
             self.flight.record("abort", self._serial, step.tag, rank=verdict.abandoned_rank)
             return
         with phase("fp8dist::commit"):
@@ -232,8 +234,8 @@ class UpdateProtocol:
             active=self._scope.requested,
         )
 
-    def _reduce(self, step: Step) -> Verdict:
-        """The one collective of the step."""
+    def _start(self, step: Step) -> Work:
+        """Start the one collective of the step."""
         if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
             with contextlib.suppress(TransportError):  # the reduction itself needs no store
                 self._notes.look(self._serial)  # peers that waited for this rank may have given up
@@ -243,8 +245,7 @@ class UpdateProtocol:
         self.flight.record("enter", self._serial, step.tag, **self._flight_header(header))
         work = self._transport.start_max(self._payload)
         self._table.prepare(step.part)
-        self._wait(work, step.tag)
-        return decode(self._table.header.tolist(), header.world)
+        return work
 
     def _flight_header(self, header: Header) -> dict[str, int | str]:
         """What `blame` compares. Digests that lie on a GPU stay there."""

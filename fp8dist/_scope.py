@@ -79,6 +79,7 @@ class ScopeState:
         tape: the scales of the checkpointed region that runs, where they move between its two forwards.
         implicit: amaxes are recorded although no scope is open, since something else commits.
         guarded: an update between a forward and its backward is an error, and autograd may say so.
+        settle: finishes an update that is still under way; whoever uses a scale outside a scope calls it first.
         on_first_request: called at the first request since a commit.
         on_record: called at every recording, where a trigger has to know of it.
         on_request: called at a request outside a scope; None refuses those.
@@ -98,6 +99,7 @@ class ScopeState:
         self.tape: ScaleTape | None = None
         self.implicit = False
         self.guarded = True
+        self.settle: Callable[[], None] | None = None
         self.on_first_request: Callable[[], None] | None = None
         self.on_record: Callable[[], None] | None = None
         self.on_request: Callable[[], None] | None = None

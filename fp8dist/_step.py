@@ -25,17 +25,28 @@ class Step:
 
     Attributes:
         tag: the caller's step tag, compared across ranks.
-        committed: None while open; afterwards whether the step moved the scales.
+        committed: None while open, or while its reduction overlaps what comes next; afterwards whether the step
+            moved the scales.
+        overlap: its exit starts the reduction and does not wait for it.
         part: the slots that its commit takes.
         place: `file:line` that opened it.
     """
 
-    def __init__(self, coordinator: ReductionGroupCoordinator, tag: Tag, part: Part = Part.BOTH) -> None:
+    def __init__(
+        self,
+        coordinator: ReductionGroupCoordinator,
+        tag: Tag,
+        part: Part = Part.BOTH,
+        *,
+        overlap: bool = False,
+    ) -> None:
         self.tag = tag
         self.part = part
+        self.overlap = overlap
         self.committed: bool | None = None
         self.place = ""
         self.abandoned = False
+        self._left = False
         self._coordinator = coordinator
 
     def abort(self) -> None:
@@ -46,7 +57,7 @@ class Step:
         Raises:
             ScopeError: the scope is closed already.
         """
-        if self.committed is not None:
+        if self.committed is not None or self._left:
             raise ScopeError(
                 "step.abort() expects an open step but its scope has closed; call it inside the `with`"
             )
@@ -63,6 +74,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left = True
         self._coordinator._leave(self, error)
 
 

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -35,7 +35,7 @@ from ._step import Step, origin, phase
 from ._triggers import OutsideScope, Trigger, UpdateEvery
 from .errors import Fp8DistError, NeedsRecovery, ScopeError, TransportError
 from .recipe import Recipe
-from .transport import ranks_of, resolve
+from .transport import Work, ranks_of, resolve
 
 logger = logging.getLogger("fp8dist")
 
@@ -130,6 +130,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._open: list[Step] = []
+        self._overlapped: tuple[Step, Work] | None = None  # left, and not committed yet
         self._state_loaded = False
         self._waiting_columns: Columns | None = None
         self._closed = False
@@ -231,7 +232,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     # -- the step scope ----------------------------------------------------------------------------------
 
-    def step(self, tag: Tag = None) -> Step:
+    def step(self, tag: Tag = None, *, overlap: bool = False) -> Step:
         """The scope of one optimizer step: forward and backward of all microbatches, before the optimizer.
 
         Scopes nest; only the outermost reduces. Leaving it normally takes part in exactly one collective,
@@ -240,6 +241,10 @@ class ReductionGroupCoordinator(UpdateProtocol):
         Args:
             tag: the caller's step number or a string; ranks that name different ones raise `RanksDisagree`.
                 None is not compared.
+            overlap: the exit starts the reduction and returns; it is waited for, and committed or refused, at the
+                next entry, at the first use of a scale before that, or by `settle()`. So the optimizer step runs
+                meanwhile, and errors of this exit come there, when the optimizer has stepped already. In a nested
+                scope it has no effect.
 
         Raises:
             ValueError: unfit tag (at once); a nested scope with another tag (on entry).
@@ -249,7 +254,21 @@ class ReductionGroupCoordinator(UpdateProtocol):
             CollectiveTimeout: a rank did not come (on exit).
         """
         tag_words(tag)
-        return Step(self, tag)
+        return Step(self, tag, overlap=overlap)
+
+    def settle(self) -> None:
+        """Finish the last step if its reduction still overlaps: wait, and commit it on all ranks or on none.
+
+        Everything that uses scales or state does this by itself.
+
+        Raises:
+            Fp8DistError: as the exit of `step` does.
+        """
+        with self._lock:
+            overlapped, self._overlapped = self._overlapped, None
+            self._scope.settle = None
+            if overlapped is not None:
+                self._finish_or_break(*overlapped)
 
     def _enter(self, step: Step) -> Step:
         with self._lock:
@@ -293,7 +312,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
             unpaired = self._open[-1] if len(self._open) > 1 else None
             self._open.clear()
             self._scope.close()
-            step.committed = False
+            step.committed = None if step.overlap and error is None else False
             if error is not None:
                 self._fail(step, error)
             elif unpaired is not None:
@@ -304,13 +323,24 @@ class ReductionGroupCoordinator(UpdateProtocol):
                 self._fail(step, error)
                 raise error
             elif not self.recipe.stateless:
-                self._finish_or_break(step)
+                if step.overlap:
+                    with self._breaking(step):
+                        self._overlapped = step, self._start(step)
+                    self._scope.settle = self.settle
+                else:
+                    self._finish_or_break(step)
 
-    def _finish_or_break(self, step: Step) -> None:
-        """Finish the step; a step that cannot be finished blocks later ones until `recover()`."""
+    def _finish_or_break(self, step: Step, work: Work | None = None) -> None:
+        with self._breaking(step):
+            self._finish(step, work)
+
+    @contextmanager
+    def _breaking(self, step: Step) -> Iterator[None]:
+        """A step that cannot be finished blocks later ones until `recover()`."""
         try:
-            self._finish(step)
+            yield
         except BaseException as cause:
+            step.committed = False
             self._broken = cause
             self._aborts += 1
             self._note_error(cause, step.tag)
@@ -438,6 +468,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     def paused(self) -> AbstractContextManager[None]:
         """Within it nothing is recorded and no update is asked for: evaluation, a schedule's hidden passes."""
+        self.settle()
         return self._scope.paused()
 
     def resumed(self) -> AbstractContextManager[None]:
@@ -483,6 +514,8 @@ class ReductionGroupCoordinator(UpdateProtocol):
             if not self._table.bound:
                 self._broken = None
                 return
+            with suppress(Fp8DistError):  # what it says of the last step is what all are here to mend
+                self.settle()
             with self._noting_errors():
                 self._bring_together(heal_from)
 
@@ -526,6 +559,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
             absent; "scale": float32 []; "warm": bool []}}}`.
         """
         with self._lock:
+            self.settle()
             if self.pending:
                 raise ScopeError(
                     f"coordinator {self.name!r} has recorded amaxes that are not committed yet; call flush() on every "
@@ -549,6 +583,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
         """
         with self._lock:
             self._check_open_for_use()
+            self.settle()
             if self._open:
                 raise ScopeError(
                     f"load_state_dict() expects no open scope but one was opened at {self._open[0].place}"
@@ -598,6 +633,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
         Labels that two ranks have in common must have equal digests on both.
         """
+        self.settle()
         if not self._table.bound:
             return {}
         return {self._table.layout.label(c): value for c, value in self._table.full_digests().items()}
@@ -621,6 +657,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     def scales(self) -> dict[str, float]:
         """Current scale of every own slot."""
+        self.settle()
         if not self._table.bound:
             return {}
         columns = self._table.export()
@@ -658,6 +695,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
                     f"close() expects no open scope but the one opened at {self._open[0].place} was never left; its "
                     "step was not committed and peers wait for it"
                 )
+            self.settle()
             self._closed = True
             self.flight.record("close", self._serial, scopes=self._serial)
             try:
@@ -705,6 +743,7 @@ class ReductionGroupCoordinator(UpdateProtocol):
 
     def _check_usable(self) -> None:
         self._check_open_for_use()
+        self.settle()
         if self._broken is not None:
             raise NeedsRecovery(
                 f"coordinator {self.name!r} expects recover() on every rank before the next scope, because an earlier "

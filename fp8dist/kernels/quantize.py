@@ -111,8 +111,11 @@ def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None
             f"expected slot {slot.name!r} on {x.device} like its tensor but got {slot.scale.device}; move "
             "the model before the first step (or before freeze())"
         )
-    if record and not torch.compiler.is_compiling():  # a trace may not change an object (up to torch 2.12)
-        slot.scope.record()
+    if not torch.compiler.is_compiling():  # a trace may not change an object (up to torch 2.12)
+        if slot.scope.settle is not None:
+            slot.scope.settle()
+        if record:
+            slot.scope.record()
     scale, warm = slot.scale, slot.warm
     if slot.scope.tape is not None and not slot.backward:
         scale, warm = slot.scope.tape.play(scale, warm)

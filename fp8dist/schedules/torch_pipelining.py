@@ -37,12 +37,14 @@ class AttachedSchedule:
         stages: Sequence[Any],
         tag_fn: Callable[[], Tag] | None,
         may_split: bool,
+        overlap: bool,
     ) -> None:
         self._schedule = schedule
         self._coordinator = coordinator
         self._stages = tuple(stages)
         self._tag_fn = tag_fn
         self._may_split = may_split
+        self._overlap = overlap
         self._done: Counter[tuple[str, int]] = Counter()
         self._gate_is_for_training = False
         self._gate = ExitStack()
@@ -111,7 +113,7 @@ class AttachedSchedule:
                 committed.
         """
         tag = self._tag_fn() if self._tag_fn is not None else None
-        with self._coordinator.step(tag):
+        with self._coordinator.step(tag, overlap=self._overlap):
             self._done.clear()
             for stage in self._stages:
                 if getattr(stage, "dw_builder", None) is not None:
@@ -155,6 +157,7 @@ def attach(
     stages: Sequence[Any],
     tag_fn: Callable[[], Tag] | None = None,
     split_backward: bool | None = None,
+    overlap: bool = False,
 ) -> AttachedSchedule:
     """Let a torch pipeline schedule open one scope per `step`.
 
@@ -173,6 +176,7 @@ def attach(
         tag_fn: gives the step's tag, e.g. the optimizer step number.
         split_backward: the schedule computes weight gradients apart from input gradients; None reads it from
             the schedule's actions.
+        overlap: `step` does not wait for its reduction, see `coordinator.step`.
 
     Returns:
         A proxy to use in place of `schedule`.
@@ -197,7 +201,7 @@ def attach(
         _fork(stages)
     # An explicit False is believed: the stages then hold other layers than ours, or bear to run twice.
     return AttachedSchedule(
-        schedule, coordinator, stages, tag_fn, may_split=splits or split_backward is False
+        schedule, coordinator, stages, tag_fn, splits or split_backward is False, overlap
     )
 
 
