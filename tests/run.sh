@@ -126,7 +126,7 @@ run_part() {
     case "$1" in
         # tests/kernels uses the GPU in its own process, which must not fork afterwards: it comes last.
         unit) run_pytest 1200 tests/unit tests/kernels "${@:2}" ;;
-        faults) run_pytest 600 tests/faults tests/gpu "${@:2}" ;;
+        faults) run_pytest 1200 tests/faults tests/gpu "${@:2}" ;;
         mpi2) run_mpi 2 "${@:2}" ;;
         mpi4) run_mpi 4 "${@:2}" ;;
         torchrun) run_pytest 600 tests/torchrun "${@:2}" ;;
