@@ -41,7 +41,8 @@ This page is made by the tests. Each line is a fault that a test has injected in
 * Go on without a rank. `recover()` names those that do not come, and never makes the group smaller: the launcher
   restarts, from a checkpoint.
 * Keep a launcher from its habits: plain `mpirun`, and `torchrun`, end the survivors of a dead process at once. Open MPI
-  with `--with-ft ulfm` lets them live.
+  with `--with-ft ulfm` lets them live; then save what is to be saved and leave by `comm.Abort()` or `os._exit`, since
+  `MPI_Finalize` may wait for the dead for ever (seen in one of four runs).
 * See a process on another host die at once. There the broken connection tells, or the timeout does.
 
 ## The table
