@@ -200,9 +200,7 @@ def attach(
     if splits:
         _fork(stages)
     # An explicit False is believed: the stages then hold other layers than ours, or bear to run twice.
-    return AttachedSchedule(
-        schedule, coordinator, stages, tag_fn, splits or split_backward is False, overlap
-    )
+    return AttachedSchedule(schedule, coordinator, stages, tag_fn, splits or split_backward is False, overlap)
 
 
 def _check_stages(stages: Sequence[Any]) -> None:
