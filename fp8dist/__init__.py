@@ -1,6 +1,7 @@
 """FP8 training with delayed scaling on many ranks: one self-checking collective per optimizer step."""
 
 from . import checkpoints, schedules, te_state
+from ._committed import Stats
 from ._flight import dump_on_signal
 from ._header import Tag
 from ._recipe_state import RecipeState
@@ -16,7 +17,7 @@ from .compat import (
     reduce_and_update_quantization_state,
     request_backward_quantization_update,
 )
-from .coordinator import ReductionGroupCoordinator, Stats
+from .coordinator import ReductionGroupCoordinator
 from .errors import (
     CollectiveTimeout,
     Fp8DistError,
