@@ -280,6 +280,20 @@ def last_act(record: dict[str, Any] | None, serial: int) -> str:
     return f"it left step {step} {_ago(record['at'])} and has opened no scope since{behind}"
 
 
+def likely_mend(found: Sequence[dict[str, Any] | None], states: Sequence[str | None]) -> str:
+    """What to do about ranks that are missing, from what they published last and how their processes are."""
+    if "gone" in states:
+        return "a process has ended; its log tells why, and the launcher restarts from a checkpoint"
+    if "stopped" in states:
+        return "a process is stopped (a debugger, a full terminal, SIGSTOP); send it SIGCONT"
+    if any(record is not None and record["phase"] == "open" for record in found):
+        return (
+            "a rank is inside its step: see where (its stack, its last event), and at the ranks that its schedule "
+            "receives from"
+        )
+    return "a rank has not opened this step: every rank opens one scope per optimizer step, also ranks without data"
+
+
 def _event(event: list[Any]) -> str:
     action, stage, microbatch, at = event
     if action == "request":

@@ -18,6 +18,7 @@ from ._progress import (
     Progress,
     ask_for_stacks,
     last_act,
+    likely_mend,
     records,
     stacks,
     step_name,
@@ -144,8 +145,12 @@ class StallInspector:
             lines.append(f"  {self.cards.describe(rank)}: {act}{alive}{elsewhere.get(rank, '')}{now}")
         more = "" if len(missing) <= LINES else f"\n  ... and {len(missing) - LINES} more"
         have = "has" if len(missing) == 1 else "have"
+        mend = likely_mend([found[rank] for rank in told], [self.cards.state(rank) for rank in told])
         return tuple(missing), (
-            f"{format_ranks(missing).capitalize()} {have} not entered:\n" + "\n".join(lines) + more
+            f"{format_ranks(missing).capitalize()} {have} not entered:\n"
+            + "\n".join(lines)
+            + more
+            + f"\nLikely mend: {mend}"
         )
 
     def known_here(self, why: str) -> tuple[tuple[int, ...], str]:

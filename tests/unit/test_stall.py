@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from fp8dist import CollectiveTimeout, TransportError
 from fp8dist._notes import Notes
-from fp8dist._progress import Card, last_act
+from fp8dist._progress import Card, last_act, likely_mend
 from fp8dist._stall import StallInspector
 from fp8dist.transport import Control
 from fp8dist.transport._control import Request
@@ -81,6 +81,7 @@ def test_every_waiting_rank_of_hundreds_learns_who_is_missing(world: int) -> Non
     assert {type(error) for error in errors} == {CollectiveTimeout}
     assert {error.missing for error in errors if isinstance(error, CollectiveTimeout)} == {missing}
     for error in errors:
+        assert "\nLikely mend: a rank is inside its step" in str(error)
         assert f"rank {world - 2} (host " in str(error)
         assert "it opened step 17 at train.py:30 " in str(error)
         assert "its last event is forward of stage 1, microbatch 4, " in str(error)
@@ -187,6 +188,22 @@ def test_what_a_missing_rank_did_last_is_said_plainly() -> None:
     assert last_act(record, 6).endswith("(3 scopes behind)")
     open_ = {**record, "phase": "open", "tag": 7, "place": "a.py:1", "event": ["W", 2, 5, now - 1]}
     assert "its last event is weight gradients of stage 2, microbatch 5, 1.0 s ago" in last_act(open_, 3)
+
+
+@pytest.mark.parametrize(
+    ("phases", "states", "mend"),
+    [
+        (["open"], ["gone"], "restarts from a checkpoint"),
+        (["open", "exit"], ["alive", "stopped"], "send it SIGCONT"),
+        (["exit", "open"], ["alive", None], "inside its step"),
+        (["exit", None], [None, None], "one scope per optimizer step"),
+    ],
+)
+def test_the_likely_mend_fits_what_is_known(
+    phases: list[str | None], states: list[str | None], mend: str
+) -> None:
+    found = [None if phase is None else {"phase": phase} for phase in phases]
+    assert mend in likely_mend(found, states)
 
 
 DYING = """
