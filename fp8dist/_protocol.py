@@ -331,7 +331,9 @@ class UpdateProtocol:
         layout = self._table.layout
         names, digests, scales = self._table.members_of_class(c)
         board = self._notes.board(f"drift/{self._serial}")
-        found = Member(board, self._transport.rank, layout.holders[c], names, digests, scales).search()
+        found = ""
+        with contextlib.suppress(TransportError):  # that they differ is known without the store
+            found = Member(board, self._transport.rank, layout.holders[c], names, digests, scales).search()
         return RanksDisagree(
             f"coordinator {self.name!r}, step {tag!r}: {layout.label(c)} expect equal scales and histories of their "
             f"{len(names)} slots but these differ: {found or 'which, could not be found out'}. No rank commits the "

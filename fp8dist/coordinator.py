@@ -263,7 +263,7 @@ class ReductionGroupCoordinator(CommittedState):
             unpaired = self._open[-1] if len(self._open) > 1 else None
             self._open.clear()
             self._scope.close()
-            step.committed = None if step.overlap and error is None else False
+            step.committed = False
             if error is not None:
                 self._fail(step, error)
             elif unpaired is not None:
@@ -277,6 +277,7 @@ class ReductionGroupCoordinator(CommittedState):
                 if step.overlap:
                     with self._breaking(step):
                         self._overlapped = step, self._start(step)
+                    step.committed = None
                     self._scope.settle = self.settle
                 else:
                     self._finish_or_break(step)

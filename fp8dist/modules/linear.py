@@ -203,16 +203,8 @@ def linear(
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     check_operands(x, weight, autocast=autocast or dtype is not None)
-    if slots is None:
-        notices.say(
-            f"its {weight.shape[1]} input and {weight.shape[0]} output features are not both multiples of "
-            f"{ALIGNMENT}, so it computes in high precision and records nothing"
-        )
-    elif not slots.input.scope.enabled and slots.input.scope.calibrating and training:
-        slots.input.record(x)
-        slots.weight.record(weight)
     if slots is None or not slots.input.scope.enabled:
-        return _activate(F.linear(x.to(dtype or x.dtype), weight, bias), activation)
+        return _activate(_in_high_precision(x, weight, bias, slots, training, notices, dtype), activation)
     if isinstance(weight, DTensor) or isinstance(x, DTensor):
         on_shards = partial(linear, slots=slots, training=training, notices=notices, wgrad=wgrad, dtype=dtype)
         return _activate(_linear_of_shards(x, weight, bias, on_shards, notices), activation)
@@ -235,6 +227,27 @@ def linear(
         return forked_linear(x, weight, bias, slots, output, training)
     y: torch.Tensor = _LinearFunction.apply(x, weight, bias, slots, output, training, sink)
     return y
+
+
+def _in_high_precision(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    slots: LinearSlots | None,
+    training: bool,
+    notices: Notices,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Where FP8 cannot or shall not compute; a calibration records all the same."""
+    if slots is None:
+        notices.say(
+            f"its {weight.shape[1]} input and {weight.shape[0]} output features are not both multiples of "
+            f"{ALIGNMENT}, so it computes in high precision and records nothing"
+        )
+    elif slots.input.scope.calibrating and training:
+        slots.input.record(x)
+        slots.weight.record(weight)
+    return F.linear(x if dtype is None else x.to(dtype), weight, bias)
 
 
 def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:

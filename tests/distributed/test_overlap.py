@@ -214,3 +214,10 @@ def test_closing_settles(world: World, make: Make) -> None:
         record(slot, 1.0)
     coordinator.close()
     assert scope.committed is True
+
+
+def test_a_recipe_without_state_has_nothing_to_overlap(world: World) -> None:
+    with f8.ReductionGroupCoordinator(f8.CurrentScaling(), name="stateless") as coordinator:
+        with coordinator.step(0, overlap=True) as scope:
+            pass
+        assert scope.committed is False
