@@ -238,6 +238,24 @@ def test_a_value_that_drifted_by_one_ulp_is_found_and_named_and_healed(
     assert coordinator.stats.generation == 2
 
 
+def test_a_drift_is_told_also_where_the_store_cannot_help_to_find_it(
+    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(member: Any) -> str:
+        raise f8.TransportError("the store is gone")
+
+    coordinator = make()
+    slot = coordinator.slot("a.input")
+    with coordinator.step():
+        record(slot, 3.0)
+    if world.rank == 1:
+        corrupt(coordinator, "a.input", "scale")
+    monkeypatch.setattr("fp8dist._protocol.Member.search", gone)
+    with pytest.raises(f8.RanksDisagree, match="could not be found out"), coordinator.step():
+        record(slot, 1.0)
+    coordinator.recover(heal_from=0)
+
+
 def test_ranks_that_want_to_be_healed_from_different_ranks_are_told(world: World, make: Make) -> None:
     coordinator = make()
     coordinator.slot("a.input")
