@@ -59,7 +59,11 @@ class Layout:
 
     def label(self, class_index: int) -> str:
         """How a class is printed: the ranks that share its slots."""
-        return format_ranks(self.holders[class_index])
+        return self._labels[class_index]
+
+    @cached_property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(format_ranks(ranks) for ranks in self.holders)
 
 
 EMPTY = Layout((), (), ())

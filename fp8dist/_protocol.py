@@ -249,14 +249,9 @@ class UpdateProtocol:
 
     def _flight_header(self, header: Header) -> dict[str, int | str]:
         """What `blame` compares. Digests that lie on a GPU stay there."""
-        words = self._table.class_words
-        digests = words[::2].tolist() if words.device.type == "cpu" and self._reduces_amaxes else []
-        layout = self._table.layout
-        scales = {
-            f"scales of {layout.label(c)}": f"{word:#x}"
-            for c, word in enumerate(digests)
-            if word != INT32_MIN
-        }
+        digests = self._table.digests.of_class if self._table.digests and self._reduces_amaxes else {}
+        label = self._table.layout.label
+        scales = {f"scales of {label(c)}": f"{digest:#x}" for c, digest in digests.items()}
         return {
             "generation": header.generation,
             "layout": f"{header.layout:#x}",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ._amax import ABSENT, scales_of
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
     from .recipe import DelayedScaling, Recipe
 
 _FP32 = torch.finfo(torch.float32)
-DIGEST_ROWS = 16  # rows of the histories that one step's digests cover
+Bits = torch.Tensor | np.ndarray[Any, Any]
+
+
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """A view of float32 values as int32; a NumPy array if they lie on the CPU."""
+    bits = tensor.view(torch.int32)
+    return bits.numpy() if bits.device.type == "cpu" else bits
 
 
 class RecipeState:
@@ -156,36 +163,36 @@ class RecipeState:
         rows[:1] = 0
         return rows
 
-    def digests(self, generation: int) -> torch.Tensor:
-        """An int32 [n]: of each slot's scale, and of up to 16 rows of its history.
+    def digests(self, generation: int, rows: int, out: Bits) -> None:
+        """Of each slot: the bits of its scale and of `rows` rows of its history, added modulo 2**32.
 
-        Longer histories are taken in turns, so that a commit's cost does not grow with them. It is a sum of bits
-        modulo 2**32, so a change of one value always shows; the newest row counts more than once, so that a
-        history which lags behind by a step shows, too.
+        So a change of one value shows. A longer history is taken in turns, since a commit's cost should not grow
+        with it; of a shorter one the newest row counts more than once, so that one which lags behind shows, too.
 
         Args:
             generation: equal on all ranks; says whose turn it is.
+            rows: equal on all ranks, at least 1.
+            out: int32 [n], where it is written to. A NumPy array on the CPU, where PyTorch's way to an operation
+                costs more than these, else a tensor.
         """
         length = self.history.shape[0]
-        rows = min(length, DIGEST_ROWS)
-        first = (generation * rows) % length
-        parts = self._rows_of_age(first, min(first + rows, length))
-        if first + rows > length:
-            parts = (*parts, *self._rows_of_age(0, first + rows - length))
-        # Each value counts an odd number of times: twice, a sign would be lost.
-        total = torch.add(self.scale.view(torch.int32), self._newest().view(torch.int32), alpha=2)
-        for part in parts:
-            if len(part):
-                total.add_(part.view(torch.int32).sum(0, dtype=torch.int32))
-        return total
+        if rows < length:
+            ages = [(generation * rows + i) % length for i in range(rows)]
+        else:  # odd numbers only: of what counts twice, a sign would be lost
+            ages = [*range(length), length - 1, length - 1]
+        first, *others = self._row_bits(ages)
+        add: Any = torch.add if isinstance(out, torch.Tensor) else np.add
+        add(self._scale_bits(), first, out=out)
+        for row in others:
+            add(out, row, out=out)
 
-    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        """Rows `first` to `last` (exclusive) of `history_rows()`, in parts."""
-        return (self.history_rows()[first:last],)
+    def _scale_bits(self) -> Bits:
+        return bits_of(self.scale)
 
-    def _newest(self) -> torch.Tensor:
-        """The newest row of `history_rows()`."""
-        return self.history_rows()[-1]
+    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+        """Rows of `history_rows()`."""
+        rows = self.history_rows()
+        return [bits_of(rows[age]) for age in ages]
 
     def load(self, history_rows: torch.Tensor, scale: torch.Tensor, warm: torch.Tensor) -> None:
         """Go on from a saved state as if never stopped. `nonfinite` goes on counting.
@@ -291,6 +298,7 @@ class AgingState(DelayedState):
         plain = isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
         self._by_kernel = plain and type(self) is AgingState and self.device.type == "cuda"
         self._absent = torch.tensor(ABSENT, device=self.device)
+        self._ring_bits = [bits_of(row) for row in self.history]
         self._all_warm = bool(self.warm.all())
         self._clean = True  # the last update met no inf and no NaN
         # Scratch vectors, since an update should not spend its time on allocating them.
@@ -361,15 +369,8 @@ class AgingState(DelayedState):
         """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
         return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
 
-    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        # Views, not copies: this runs in every step.
-        start, end, length = self.head + first, self.head + last, self.history.shape[0]
-        if start >= length:
-            return (self.history[start - length : end - length],)
-        return self.history[start:end], self.history[: max(0, end - length)]
-
-    def _newest(self) -> torch.Tensor:
-        return self.history[self.head - 1]
+    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+        return [self._ring_bits[(self.head + age) % len(self._ring_bits)] for age in ages]
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         """Put the amaxes into the windows; return the row that holds them."""
@@ -458,14 +459,8 @@ class HoldingState(AgingState):
 
     _enter_moves_slots = True
 
-    def _rows_of_age(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        if last - first == self.history.shape[0]:  # of a sum over all rows the order is none
-            return (self.history,)
-        return (self.history_rows()[first:last],)
-
-    def _newest(self) -> torch.Tensor:
-        newest = (self.position - 1).remainder_(self.history.shape[0])
-        return self.history.gather(0, newest)[0]
+    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+        return RecipeState._row_bits(self, ages)
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
         torch.ge(amax, 0, out=self._real)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ._amax import ABSENT
-from ._header import INT32_MIN, MASK31, Part, header_words
+from ._digests import ClassDigests, DeviceDigests, HostDigests
+from ._header import INT32_MIN, Part, header_words
 from ._layout import EMPTY, Layout, is_backward
 from ._recipe_state import RecipeState
 from ._scope import ScopeState
@@ -42,6 +43,7 @@ class SlotTable:
         layout: the agreed union; empty before the first `bind`.
         words: int32, the header's words followed by the row's bits. What is reduced.
         row: float32 [len(layout.names)], the amaxes; a view of `words`.
+        digests: of the state of each class; None before the first `bind`.
     """
 
     def __init__(self, recipe: Recipe, scope: ScopeState) -> None:
@@ -56,6 +58,7 @@ class SlotTable:
         self._states: list[RecipeState] = []
         self._committed: list[RecipeState] | None = None  # by the last commit; None before the first
         self._n_forward_union = 0
+        self.digests: ClassDigests | None = None
         self._warm_at_birth = {
             backward: not recipe.stateless
             and bool(recipe.make_state(1, backward=backward, device=self.device).warm[0])
@@ -109,7 +112,8 @@ class SlotTable:
         self._host_array[:] = plain
         self.plain.copy_(self._host)
         if compare:
-            self.compared.copy_(self.class_words)
+            assert self.digests is not None
+            self.compared.copy_(self.digests.words)
         else:
             self.compared.fill_(INT32_MIN)
 
@@ -145,19 +149,6 @@ class SlotTable:
         self._index = {name: i for i, name in enumerate(self._names)}
         self._whole_row = n == len(layout.names)
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._class = torch.tensor([layout.class_of[i] for i in positions], dtype=torch.int64, device=device)
-        self._held = held
-        self._pair_held = torch.tensor(held, dtype=torch.bool, device=device).repeat_interleave(2)
-        self._pair_class = torch.arange(len(held), device=device).repeat_interleave(2)
-        self._pair_sign = torch.tensor([1, -1] * len(held), dtype=torch.int32, device=device)
-        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._neutral = torch.tensor(INT32_MIN, dtype=torch.int32, device=device)
-        self._multipliers = (_mix(self._positions + 1) | 1).to(torch.int32)
-        starts_run = torch.ones(n, dtype=torch.bool, device=device)
-        starts_run[1:] = self._class[1:] != self._class[:-1]
-        run_start = starts_run.nonzero().reshape(-1)
-        self._run_class = self._class[run_start]
-        self._run_end = torch.cat([run_start[1:], run_start.new_tensor([n])])[: len(run_start)] - 1
         self._scale = torch.ones(n, device=device)
         self._scale_inv = torch.ones(n, device=device)
         self._warm = torch.zeros(n, dtype=torch.bool)
@@ -168,8 +159,10 @@ class SlotTable:
             self._states.append(state)
         self._columns = (slice(0, n_forward), slice(n_forward, n))
         self._committed = None
-        self._generation_of_digests = 0
         self._n_forward_union = sum(not is_backward(name) for name in layout.names)
+        digests = HostDigests if device.type == "cpu" else DeviceDigests
+        class_of = [layout.class_of[i] for i in positions]
+        self.digests = digests(len(layout.names), self._positions, class_of, held, n_forward)
         self._allocate(header_words(len(layout.holders)), len(layout.names))
         if kept is not None:
             self.load(kept)
@@ -346,35 +339,20 @@ class SlotTable:
         return self.nonfinite_before + sum(int(state.nonfinite.sum()) for state in self._states)
 
     def refresh_digests(self, generation: int) -> None:
-        """Recompute the header's pair of every class from the scales and histories.
-
-        A sum of digests times odd multipliers: a change of one slot shows. Classes are contiguous within a
-        direction, so their sums are differences of a running sum.
-        """
-        self._generation_of_digests = generation
-        products = self._slot_digests().mul_(self._multipliers)
-        ends = torch.cumsum(products, 0, dtype=torch.int64)[self._run_end]
-        runs = torch.diff(ends, prepend=self._zero)
-        sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
-        sums.index_add_(0, self._run_class, runs)
-        # The header has 31 bits. Without the fold a sign alone (-1 for absent, and an amax of 1) would not show.
-        digests = ((sums ^ (sums >> 16)) & MASK31).to(torch.int32)
-        pairs = digests[self._pair_class] * self._pair_sign
-        self.class_words = torch.where(self._pair_held, pairs, self._neutral)
-
-    def _slot_digests(self) -> torch.Tensor:
-        return torch.cat([state.digests(self._generation_of_digests) for state in self._states])
+        """Recompute the header's pair of every class from the scales and histories."""
+        assert self.digests is not None
+        self.digests.refresh(self._states, generation)
 
     def members_of_class(self, c: int) -> tuple[list[str], list[int], list[float]]:
         """Names of the slots of class `c`; their digests and scales, empty if this rank holds none of them."""
+        assert self.digests is not None
         names = [name for name, of in zip(self.layout.names, self.layout.class_of, strict=True) if of == c]
-        if not self._held[c]:
-            return names, [], []
-        mine = (self._class == c).nonzero().reshape(-1)
-        return names, self._slot_digests()[mine].tolist(), self._scale[mine].tolist()
+        mine, digests = self.digests.members(self._states, c)
+        return names, digests.tolist(), self._scale[mine].tolist()
 
     def full_digests(self) -> dict[int, int]:
         """Digest over scales, coldness and histories of each class this rank holds."""
+        assert self.digests is not None
         columns = self.export()
         bits = torch.cat(
             [
@@ -382,12 +360,8 @@ class SlotTable:
                 columns.warm.to(self.device, torch.int32)[None],
                 columns.history.view(torch.int32),
             ]
-        ).to(torch.int64)
-        row_multipliers = _mix(torch.arange(1, bits.shape[0] + 1, device=self.device)) | 1
-        per_slot = (bits * row_multipliers[:, None]).sum(0) * self._multipliers.to(torch.int64)
-        sums = torch.zeros(len(self.layout.holders), dtype=torch.int64, device=self.device)
-        sums.index_add_(0, self._class, per_slot)
-        return {c: int(sums[c]) & MASK31 for c, held in enumerate(self._held) if held}
+        )
+        return self.digests.whole(bits)
 
     def count_casts(self, on: bool) -> None:
         """Give every slot a counter (values, saturated, flushed to zero), or take it away."""
@@ -397,11 +371,3 @@ class SlotTable:
             strict=True,
         ):
             self.slots[name].casts = cell if on else None
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Scatter small integers over int64 (the splitmix64 finaliser; multiplication wraps)."""
-    x = x * -7046029254386353131
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -441,12 +441,18 @@ def test_a_rank_without_slots_commits_too(options: dict[str, Any]) -> None:
     assert state.te_history().shape == (state.recipe.history_len, 0)
 
 
-@pytest.mark.parametrize("length", [1, 4, 16, 40])
+def digests_of(state: RecipeState, generation: int, rows: int) -> list[int]:
+    out = np.zeros(state.n, dtype=np.int32)
+    state.digests(generation, rows, out)
+    return [int(digest) for digest in out]
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 1), (1, 16), (4, 3), (4, 4), (16, 1), (16, 16), (40, 16)])
 @pytest.mark.parametrize(
     "options", [{}, {"idle": "hold"}, {"rule_set": "te_fused", "first_step": "unit"}], ids=str
 )
-def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], length: int) -> None:
-    """Long histories are covered in turns of 16 rows; a changed bit shows within one round of them."""
+def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], length: int, rows: int) -> None:
+    """Long histories are covered in turns; a changed bit shows within one round of them."""
     recipe = DelayedScaling(amax_history_len=length, **options)
     state = recipe.make_state(3, backward=False)
     generator = torch.Generator().manual_seed(0)
@@ -454,7 +460,7 @@ def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], le
         state.commit(torch.rand(3, generator=generator))
 
     def turn() -> list[list[int]]:
-        return [state.digests(generation).tolist() for generation in range(-(-length // 16))]
+        return [digests_of(state, generation, rows) for generation in range(-(-length // rows))]
 
     before = turn()
     first = 1 if "rule_set" in options else 0  # the row where Transformer Engine gathers holds nothing
@@ -472,6 +478,20 @@ def test_the_digests_of_a_whole_turn_see_every_value(options: dict[str, str], le
     assert turn() == before
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_changed_scale_shows_in_every_digest(rows: int) -> None:
+    state = run(DelayedScaling(amax_history_len=4).make_state(3, backward=False), [[1.0, 2.0, 3.0]] * 5)
+    for generation in range(4):
+        before = digests_of(state, generation, rows)
+        for bit in range(32):
+            cell = state.scale.view(torch.int32)[1]
+            cell.bitwise_xor_(torch.tensor(-(2**31) if bit == 31 else 1 << bit, dtype=torch.int32))
+            changed = digests_of(state, generation, rows)
+            assert changed[1] != before[1]
+            assert changed[::2] == before[::2]
+            cell.bitwise_xor_(torch.tensor(-(2**31) if bit == 31 else 1 << bit, dtype=torch.int32))
+
+
 def test_digests_do_not_depend_on_where_the_ring_starts() -> None:
     state = DelayedScaling(amax_history_len=4).make_state(2, backward=False)
     for step in range(6):
@@ -479,4 +499,5 @@ def test_digests_do_not_depend_on_where_the_ring_starts() -> None:
     other = DelayedScaling(amax_history_len=4).make_state(2, backward=False)
     other.load(state.history_rows(), state.scale, state.warm)
     assert state.head != other.head
-    assert torch.equal(state.digests(0), other.digests(0))
+    for rows in (1, 3, 4):
+        assert digests_of(state, 5, rows) == digests_of(other, 5, rows)
