@@ -114,20 +114,32 @@ class ClassDigests:
 class HostDigests(ClassDigests):
     """By NumPy: with so few values PyTorch's way to an operation costs more than these."""
 
+    def __init__(
+        self,
+        n_union: int,
+        positions: torch.Tensor,
+        class_of: Sequence[int],
+        held: Sequence[bool],
+        n_forward: int,
+    ) -> None:
+        super().__init__(n_union, positions, class_of, held, n_forward)
+        assert isinstance(self._slots, np.ndarray)
+        self._slot_array, self._word_array = self._slots, self.words.numpy()
+        self._multiplier_array = self._multipliers.numpy()
+        self._products = [(c, self._slot_array[run]) for c, run in self._runs]
+        self._none = {c: 0 for c, mine in enumerate(held) if mine}
+
     def refresh(self, states: Sequence[RecipeState], generation: int) -> None:
         """Recompute `words`."""
         self._generation = generation
         self._fill(states)
-        slots, words = self._slots, self.words.numpy()
-        assert isinstance(slots, np.ndarray)
-        np.multiply(slots, self._multipliers.numpy(), out=slots)
-        sums = {c: 0 for c, mine in enumerate(self._held) if mine}
-        for c, run in self._runs:
-            sums[c] += int(np.add.reduce(slots[run], dtype=np.int32))
+        np.multiply(self._slot_array, self._multiplier_array, out=self._slot_array)
+        sums = self._none.copy()
+        for c, products in self._products:
+            sums[c] += int(np.add.reduce(products, dtype=np.int32))
         for c, total in sums.items():
-            digest = _fold(total & MASK32)
-            self.of_class[c] = digest
-            words[2 * c : 2 * c + 2] = digest, -digest
+            digest = self.of_class[c] = _fold(total & MASK32)
+            self._word_array[2 * c], self._word_array[2 * c + 1] = digest, -digest
 
 
 class DeviceDigests(ClassDigests):

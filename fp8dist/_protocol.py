@@ -251,14 +251,13 @@ class UpdateProtocol:
         """What `blame` compares. Digests that lie on a GPU stay there."""
         digests = self._table.digests.of_class if self._table.digests and self._reduces_amaxes else {}
         label = self._table.layout.label
-        scales = {f"scales of {label(c)}": f"{digest:#x}" for c, digest in digests.items()}
         return {
             "generation": header.generation,
             "layout": f"{header.layout:#x}",
             "recipe": f"{header.recipe:#x}",
             "part": header.part.name or "",
             "active": int(header.active),
-            **scales,
+            **{f"scales of {label(c)}": f"{digest:#x}" for c, digest in digests.items()},
         }
 
     @property

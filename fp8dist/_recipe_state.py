@@ -57,6 +57,7 @@ class RecipeState:
         self.device = torch.device(device)
         self.scale = torch.ones(n, device=self.device)
         self.scale_inv = torch.ones(n, device=self.device)
+        self._scale_bits = bits_of(self.scale)
         self.warm = torch.zeros(n, dtype=torch.bool)
         self.history = torch.full((recipe.history_len, n), ABSENT, device=self.device)
         self.head = 0
@@ -81,6 +82,7 @@ class RecipeState:
             assert target.dtype == current.dtype, (name, target.dtype, current.dtype)
             target.copy_(current)
             setattr(self, name, target)
+        self._scale_bits = bits_of(self.scale)
 
     def commit(self, amax: torch.Tensor) -> None:
         """`update(amax)`, so that `undo()` can take it back. If the rule raises, nothing has changed."""
@@ -182,12 +184,9 @@ class RecipeState:
             ages = [*range(length), length - 1, length - 1]
         first, *others = self._row_bits(ages)
         add: Any = torch.add if isinstance(out, torch.Tensor) else np.add
-        add(self._scale_bits(), first, out=out)
+        add(self._scale_bits, first, out=out)
         for row in others:
             add(out, row, out=out)
-
-    def _scale_bits(self) -> Bits:
-        return bits_of(self.scale)
 
     def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
         """Rows of `history_rows()`."""
