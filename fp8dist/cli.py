@@ -1,4 +1,4 @@
-"""The `fp8dist` command. Each command imports what it needs, so that `--help` does not wait for torch."""
+"""The `fp8dist` command. Each command imports what it needs, so that `--help` waits for nothing but torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from .doctor.command import doctor_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
+app.command("doctor")(doctor_command)
 
 
 @app.callback()
