@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "autocast",
     "backward_quantization_update_needed",
     "checkpoint",
+    "fp8_autocast",
     "quantization_backward_scope",
     "reduce_and_update_fp8_tensors",
     "reduce_and_update_quantization_state",
@@ -73,6 +74,11 @@ class _Process:
         Raises:
             ValueError: it has another recipe or group.
         """
+        if not (recipe is None or isinstance(recipe, Recipe)):
+            raise ValueError(
+                f"autocast expects a recipe of fp8dist or None but got {type(recipe).__name__} {recipe!r}; pass its "
+                "arguments by name, since Transformer Engine has them in another order"
+            )
         with self.lock:
             if self.coordinator is None or self.coordinator.closed:
                 made = ReductionGroupCoordinator(
@@ -132,7 +138,7 @@ def autocast(
         calibrating: with `enabled=False`, record amaxes although nothing is quantized.
 
     Raises:
-        ValueError: the process default has another recipe or group.
+        ValueError: the process default has another recipe or group, or this is no recipe.
     """
     coordinator = _process.find(recipe, amax_reduction_group)
     scope = coordinator.request_handle
@@ -161,6 +167,16 @@ def autocast(
         and _may_commit(coordinator)
     ):
         coordinator.commit_now(Part.FORWARD, place="the exit of an autocast")
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+) -> AbstractContextManager[None]:
+    """`autocast` under its older name, with the arguments and their order of that time."""
+    return autocast(enabled, fp8_recipe, fp8_group, calibrating)
 
 
 def _leave(scope: Any, before: tuple[bool, bool]) -> None:

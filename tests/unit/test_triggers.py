@@ -493,6 +493,25 @@ def test_another_recipe_or_a_second_default_is_refused(te: f8.ReductionGroupCoor
         pass
 
 
+def test_the_older_name_takes_the_older_arguments(te: f8.ReductionGroupCoordinator) -> None:
+    m = layers(te)
+    x = batch(0)
+    with torch.no_grad(), f8.fp8_autocast(False, True, te.recipe, None):
+        y = m[0](x)
+    assert torch.equal(y, nn.functional.linear(x, m[0].weight, m[0].bias))
+    assert te.stats.commits == 1
+    with f8.fp8_autocast(enabled=True, fp8_recipe=te.recipe):
+        m[0](x)
+    assert te.stats.commits == 2
+
+
+def test_arguments_in_transformer_engines_order_are_refused_with_the_mend(
+    te: f8.ReductionGroupCoordinator,
+) -> None:
+    with pytest.raises(ValueError, match="pass its arguments by name"), f8.autocast(True, False):
+        pass
+
+
 def test_the_first_autocast_makes_the_default() -> None:
     previous = compat.default_coordinator()
     assert previous is None or previous.closed
