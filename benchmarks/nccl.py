@@ -2,9 +2,9 @@
 
     python benchmarks/nccl.py [--ranks 2] [--slots 100 1000 10000 100000] [--rounds 50] [--json FILE]
 
-One rank per GPU, NCCL; where there are too few GPUs, gloo on the CPU, to see that it runs. Both sides take turns, each on
-a communicator of its own. The exit with overlap returns at once; its reduction is done by the time the next step needs it,
-so its second column is that of `settle()`. Aim: exit / bare <= 1.10.
+One rank per GPU, NCCL; where there are too few GPUs, gloo on the CPU, to see that it runs. Both sides take
+turns, each on a communicator of its own. The exit with overlap returns at once; its reduction is done by the
+time the next step needs it, so its second column is that of `settle()`. Aim: exit / bare <= 1.10.
 """
 
 from __future__ import annotations

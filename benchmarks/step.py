@@ -2,10 +2,10 @@
 
     python benchmarks/step.py [--ranks 2] [--blocks 4] [--hidden 4096] [--batch 2] [--rounds 30] [--json FILE]
 
-Data-parallel ranks, each with a GPU of its own, or on the CPU (gloo, one thread each) where there are too few: there
-read the ratios only. A step is forward, backward, all-reduce of the gradients, AdamW; methods take turns within a round.
-"cut" is FP8 whose update's collective is answered at once by its own words, so "FP8 - cut" is the exposed reduction; it
-should be below 1 % of a step.
+Data-parallel ranks, each with a GPU of its own, or on the CPU (gloo, one thread each) where there are too few:
+there read the ratios only. A step is forward, backward, all-reduce of the gradients, AdamW; methods take turns
+within a round. "cut" is FP8 whose update's collective is answered at once by its own words, so "FP8 - cut" is
+the exposed reduction; it should be below 1 % of a step.
 """
 
 from __future__ import annotations
