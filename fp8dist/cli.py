@@ -9,6 +9,7 @@ import typer
 
 from .doctor.command import doctor_command
 from .plan.command import plan_command
+from .report.command import report_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 app.command("plan")(plan_command)
+app.command("report")(report_command)
 app.command("doctor")(doctor_command)
 
 
