@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import _state
 from ._protocol import UpdateProtocol, named
-from ._slot_table import Columns
+from ._slot_table import Columns, CommitWatcher
 from ._step import Step, origin
 from .errors import Fp8DistError, NeedsRecovery, ScopeError
 from .recipe import Recipe
@@ -43,6 +45,26 @@ class Stats:
     generation: int
     nonfinite_amaxes: int
     last_wait_s: float
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a monitor reads of one rank at once. To take it waits for no GPU."""
+
+    names: list[str]
+    """Own slots, forward ones first; the same list until the layout changes."""
+    scale: torch.Tensor
+    """float32 [n], a copy."""
+    warm: torch.Tensor
+    """bool [n] on the CPU, a copy; False where casts use no scale of an earlier step."""
+    nonfinite: torch.Tensor
+    """int64 [n], infinite and NaN amaxes since the layout changed."""
+    casts: torch.Tensor | None
+    """int64 [n, 3], a copy: values, saturated, flushed to zero since `count_casts()`; None if not counted."""
+    generation: int
+    commits: int
+    aborts: int
+    collectives: int
 
 
 class CommittedState(UpdateProtocol):
@@ -243,6 +265,46 @@ class CommittedState(UpdateProtocol):
             for name, slot in self._table.slots.items()
             if (c := slot.casts) is not None
         }
+
+    def readings(self) -> Readings:
+        """Scales and counts of all own slots, after the last step is settled; see there for errors."""
+        with self._lock:
+            self.settle()
+            names, scale, warm = self._table.scales_now()
+            return Readings(
+                names=names,
+                scale=scale,
+                warm=warm,
+                nonfinite=self._table.nonfinite_by_slot(),
+                casts=self._table.casts(),
+                generation=self._generation,
+                commits=self._commits,
+                aborts=self._aborts,
+                collectives=self._transport.collectives,
+            )
+
+    def watch_commits(self, watcher: CommitWatcher | None) -> None:
+        """Let `watcher` see the reduced amaxes of every commit from now on, or nobody.
+
+        Raises:
+            ValueError: somebody watches already.
+        """
+        with self._lock:
+            if watcher is not None and self._table.on_commit is not None:
+                raise ValueError(
+                    f"coordinator {self.name!r} expects one monitor at a time but has one already; close() it first"
+                )
+            self._table.on_commit = watcher
+
+    @property
+    def last_wait_s(self) -> float:
+        """Seconds this rank waited for the last collective. Unlike `stats`, to ask it never waits for a GPU."""
+        return self._last_wait
+
+    @property
+    def stages(self) -> list[int]:
+        """Pipeline stages of this rank that are named so far."""
+        return self._declared.stages
 
     # -- checks ----------------------------------------------------------------------------------------------
 

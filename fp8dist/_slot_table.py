@@ -7,7 +7,7 @@ a ring head) of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,10 @@ from ._recipe_state import RecipeState
 from ._scope import ScopeState
 from ._slots import Slot
 from .recipe import Recipe
+
+# Gets the names of the own slots (the same list until the layout changes), what a commit took of them (float32 [n],
+# reduced, to be copied), and which of them it took.
+CommitWatcher = Callable[[Sequence[str], torch.Tensor, Part], None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class SlotTable:
         words: int32, the header's words followed by the row's bits. What is reduced.
         row: float32 [len(layout.names)], the amaxes; a view of `words`.
         digests: of the state of each class; None before the first `bind`.
+        on_commit: sees the reduced amaxes of every commit; None while nobody watches.
     """
 
     def __init__(self, recipe: Recipe, scope: ScopeState) -> None:
@@ -52,7 +57,9 @@ class SlotTable:
         self.layout: Layout = EMPTY
         self.device = torch.device("cpu")
         self.nonfinite_before = 0
+        self.on_commit: CommitWatcher | None = None
         self._scope = scope
+        self._counted: tuple[list[str], torch.Tensor] | None = None  # whose casts, and int64 [n, 3]
         self._names: list[str] = []
         self._index: dict[str, int] = {}
         self._states: list[RecipeState] = []
@@ -215,6 +222,8 @@ class SlotTable:
                 state.undo()
             raise
         self._committed = done
+        if self.on_commit is not None:
+            self.on_commit(self._names, own, part)
         self.reset_row(part)
 
     def undo(self) -> bool:
@@ -365,9 +374,23 @@ class SlotTable:
 
     def count_casts(self, on: bool) -> None:
         """Give every slot a counter (values, saturated, flushed to zero), or take it away."""
-        for name, cell in zip(
-            self._names,
-            torch.zeros((len(self._names), 3), dtype=torch.int64, device=self.device),
-            strict=True,
-        ):
+        cells = torch.zeros((len(self._names), 3), dtype=torch.int64, device=self.device)
+        self._counted = (self._names, cells) if on else None
+        for name, cell in zip(self._names, cells.unbind(), strict=True):
             self.slots[name].casts = cell if on else None
+
+    def casts(self) -> torch.Tensor | None:
+        """int64 [n, 3] of `count_casts`, copied; None if they are not counted, or not since the layout changed."""
+        counted = self._counted
+        return counted[1].clone() if counted is not None and counted[0] is self._names else None
+
+    def scales_now(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Names of the own slots (the same list until the layout changes), copies of scales and warmth."""
+        if not self.bound:
+            return self._names, torch.empty(0), torch.empty(0, dtype=torch.bool)
+        return self._names, self._scale.clone(), self._warm.clone()
+
+    def nonfinite_by_slot(self) -> torch.Tensor:
+        """int64 [n], infinite and NaN amaxes of each own slot since the layout changed; on the slots' device."""
+        counts = [state.nonfinite for state in self._states]
+        return torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64)
