@@ -3,15 +3,16 @@
 set -uo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PARTS="unit faults mpi2 mpi4 torchrun"
+PARTS="unit frameworks faults mpi2 mpi4 torchrun"
 EXTRAS=mpi,dev,monitor
 
 usage() {
     cat <<TEXT
 usage: bash tests/run.sh [--part PART] [--torch VERSIONS] [--mpi openmpi|mpich] [-- PYTEST_OPTIONS]
 
-  --part PART        run one part only: unit, faults (ranks that fail, and GPUs where there are any),
-                     mpi2, mpi4 (tests/distributed under mpirun), torchrun
+  --part PART        run one part only: unit, frameworks (skipped without the extra of that name),
+                     faults (ranks that fail, and GPUs where there are any), mpi2, mpi4
+                     (tests/distributed under mpirun), torchrun
   --torch VERSIONS   long mode: everything again per torch release ("2.11.0,2.12.1"), each in a
                      virtual environment of its own (.venv-torch-2.11.0 ...)
   --mpi NAME         the MPI from pip to use; mpich gets an environment of its own (.venv-mpich)
@@ -126,6 +127,7 @@ run_part() {
     case "$1" in
         # tests/kernels uses the GPU in its own process, which must not fork afterwards: it comes last.
         unit) run_pytest 1200 tests/unit tests/kernels "${@:2}" ;;
+        frameworks) run_pytest 900 tests/frameworks "${@:2}" ;;
         faults) run_pytest 1200 tests/faults tests/gpu "${@:2}" ;;
         mpi2) run_mpi 2 "${@:2}" ;;
         mpi4) run_mpi 4 "${@:2}" ;;
