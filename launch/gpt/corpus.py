@@ -81,6 +81,24 @@ class Corpus:
         window = self.data[starts + torch.arange(seq_len + 1)].long()
         return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
 
+    def split(self, fraction: float, *, seq_len: int) -> tuple[Corpus, Corpus]:
+        """Hold out a part at the end: what remains for training, and that part.
+
+        Args:
+            fraction: of the bytes to hold out.
+            seq_len: bytes per sequence, to check that one and its last target fit into both.
+
+        Raises:
+            ValueError: one of them is too short.
+        """
+        size = len(self) - round(fraction * len(self))
+        if not seq_len < size < len(self) - seq_len:
+            raise ValueError(
+                f"expected at least {seq_len + 1} bytes (--seq-len {seq_len} and the last target) to train on and to "
+                f"hold out but got {size} and {len(self) - size}; take a longer text or another --eval-fraction"
+            )
+        return Corpus(bytes(self.data[:size])), Corpus(bytes(self.data[size:]))
+
 
 def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     """Read the training text.

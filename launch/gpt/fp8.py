@@ -12,9 +12,10 @@ import torch.distributed as dist
 import fp8dist as f8
 
 from .config import TrainConfig
+from .experts import ExpertLinear
 from .model import Stage
 
-SKIP = ("lm_head",)  # logits are sensitive to rounding, and one layer of many costs little
+SKIP = ("lm_head", "router")  # logits are sensitive to rounding, and one layer of many costs little
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Fp8Run:
         self.coordinator = f8.ReductionGroupCoordinator(recipe)
         for stage in stages:
             f8.convert(stage, self.coordinator, skip=SKIP)
+            convert_experts(stage, self.coordinator)
 
     def attach(self, schedule: Any, stages: list[Any]) -> Any:
         """Let a pipeline schedule open and close the scope by itself."""
@@ -132,6 +134,24 @@ class Fp8Run:
         )
         self.coordinator.close()
         return outcome
+
+
+def convert_experts(stage: Stage, coordinator: f8.ReductionGroupCoordinator) -> None:
+    """Replace the linear layers of a stage's experts by FP8 ones, which share their parameters, in place."""
+    for name, module in list(stage.named_modules()):
+        if isinstance(module, ExpertLinear):
+            count, outputs, inputs = module.weight.shape
+            layer = f8.GroupedLinear(
+                count,
+                inputs,
+                outputs,
+                coordinator=coordinator,
+                name=name,
+                expert_offset=module.experts.start,
+                device=module.weight.device,
+            )
+            layer.weight, layer.bias = module.weight, module.bias
+            stage.set_submodule(name, layer)
 
 
 def agree(reports: Iterable[tuple[tuple[int, ...], dict[str, int]]]) -> bool:

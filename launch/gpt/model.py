@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .experts import Experts, pieces
 
 VOCAB = 256  # bytes
 
@@ -25,6 +30,12 @@ class GPTConfig:
         seq_len: longest sequence, in bytes.
         seed: seed of the initial weights.
         bf16: run the stages under BF16 autocast (weights and residual stream stay in FP32).
+        recomputed: part of each block whose activations are computed again in the backward: `none`, `full`,
+            `attention` or `mlp`.
+        experts: MLPs that take the place of one in some blocks; 0: nowhere.
+        moe_every: every how manyth block has experts.
+        top_k: experts that each byte goes to.
+        own_experts: those that this process holds.
     """
 
     layers: int
@@ -33,6 +44,11 @@ class GPTConfig:
     seq_len: int
     seed: int = 0
     bf16: bool = False
+    recomputed: str = "none"
+    experts: int = 0
+    moe_every: int = 2
+    top_k: int = 1
+    own_experts: range = range(0)
 
 
 class Attention(nn.Module):
@@ -40,16 +56,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.hidden // config.heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.proj = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq_len, hidden] -> the same."""
-        batch, length, hidden = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        batch, length, _ = x.shape
+        # A head's query, key and value lie together: a rank that has a part of the features has whole heads.
+        parts = self.qkv(x).view(batch, length, -1, 3, self.head_width)
+        query, key, value = parts.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -68,17 +86,31 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module = MLP(config)
+        if config.experts and index % config.moe_every == config.moe_every - 1:
+            self.mlp = Experts(config.hidden, config.experts, config.top_k, config.own_experts)
+        self.recomputed = config.recomputed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq_len, hidden] -> the same."""
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        return self._run("full", self._both, x)
+
+    def _both(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self._run("attention", self.attn, self.norm1(x))
+        return x + self._run("mlp", self.mlp, self.norm2(x))
+
+    def _run(
+        self, part: str, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        if self.recomputed != part or not torch.is_grad_enabled():
+            return function(x)
+        y: torch.Tensor = checkpoint(function, x, use_reentrant=False)
+        return y
 
 
 class Stage(nn.Module):
@@ -98,7 +130,7 @@ class Stage(nn.Module):
         if layers.start == 0:
             self.embed = nn.Embedding(VOCAB, config.hidden)
             self.positions = nn.Embedding(config.seq_len, config.hidden)
-        self.layers = nn.ModuleDict({str(index): Block(config) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Block(config, index) for index in layers})
         if layers.stop == config.layers:
             self.norm = nn.LayerNorm(config.hidden)
             self.lm_head = nn.Linear(config.hidden, VOCAB, bias=False)
@@ -150,13 +182,14 @@ def build_stage(config: GPTConfig, stage_index: int, n_stages: int) -> Stage:
         )
     stage = Stage(config, stage_layers(config.layers, stage_index, n_stages))
     for name, parameter in stage.named_parameters():
-        _initialize(name, parameter, config)
+        for part_name, part in pieces(name, parameter, parameter, config.own_experts.start).items():
+            _initialize(part_name, part, config)
     return stage
 
 
 @torch.no_grad()
-def _initialize(name: str, parameter: nn.Parameter, config: GPTConfig) -> None:
-    if name.endswith("bias"):
+def _initialize(name: str, parameter: torch.Tensor, config: GPTConfig) -> None:
+    if "bias" in name:
         parameter.zero_()
     elif "norm" in name:
         parameter.fill_(1)
@@ -168,6 +201,14 @@ def _initialize(name: str, parameter: nn.Parameter, config: GPTConfig) -> None:
         # at first, which noise helps it to leave: FP8 then ends 1.2% below FP32, and proves nothing.
         std = 1 if name.startswith(("embed", "positions")) else math.sqrt(1 / (3 * parameter.shape[1]))
         parameter.normal_(0, std, generator=generator)
+
+
+def parameter_names(config: GPTConfig) -> list[str]:
+    """Names of the whole model's parameters, of each expert's its own, without making them."""
+    whole = dataclasses.replace(config, own_experts=range(config.experts))
+    with torch.device("meta"):
+        parameters = list(Stage(whole, range(config.layers)).named_parameters())
+    return [part for name, parameter in parameters for part in pieces(name, parameter, parameter, 0)]
 
 
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,32 +1,13 @@
-"""From a configuration to a rank's part: its device and groups, its stages, and one forward and backward."""
+"""From a configuration to a rank's part: its device, its groups and its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import CHUNKED_SCHEDULES, Ranks, TrainConfig
+from .config import V_SCHEDULES, Ranks, TrainConfig
 from .corpus import Batch
-from .model import Stage, next_byte_loss
-
-SCHEDULE_CLASSES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "loopedbfs": ScheduleLoopedBFS,
-}
 
 
 def choose_device(config: TrainConfig, ranks: Ranks) -> torch.device:
@@ -47,38 +28,62 @@ def choose_device(config: TrainConfig, ranks: Ranks) -> torch.device:
 
 
 class Grid:
-    """The ranks as [dp, pp]: neighbours form a pipeline, equal positions of the pipelines are replicas.
+    """The ranks as [dp, pp, tp]: neighbours share layers, next come the stages of a pipeline, then its replicas.
 
     Attributes:
         dp_index: which pipeline this rank belongs to.
         pp_index: its position there.
+        tp_index: which part of the layers it computes.
         pp_group: the ranks of this pipeline; None where a process is alone.
-        dp_group: the ranks with the same stages; None where a process is alone.
+        dp_group: the ranks with the same parts of the same stages; None where a process is alone.
+        dp_mesh: the same as a mesh.
+        tp_mesh: the ranks that share layers; None where a process is alone.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.dp_index, self.pp_index = divmod(ranks.rank, config.pp)
+        replica, self.tp_index = divmod(ranks.rank, config.tp)
+        self.dp_index, self.pp_index = divmod(replica, config.pp)
         self.pp_group: dist.ProcessGroup | None = None
         self.dp_group: dist.ProcessGroup | None = None
+        self.dp_mesh: DeviceMesh | None = None
+        self.tp_mesh: DeviceMesh | None = None
         if config.world > 1:
-            mesh = init_device_mesh(device.type, (config.dp, config.pp), mesh_dim_names=("dp", "pp"))
+            names = ("dp", "pp", "tp")
+            mesh = init_device_mesh(device.type, (config.dp, config.pp, config.tp), mesh_dim_names=names)
             self.pp_group, self.dp_group = mesh.get_group("pp"), mesh.get_group("dp")
+            self.dp_mesh, self.tp_mesh = mesh["dp"], mesh["tp"]
 
     @property
     def first(self) -> bool:
         """This rank holds the embedding and takes the inputs."""
-        return self.pp_index == 0
+        return 0 in self.stage_indices()
 
     @property
     def last(self) -> bool:
         """This rank holds the head and computes the loss."""
-        return self.pp_index == self.config.pp - 1
+        return self.config.stages - 1 in self.stage_indices()
 
     def stage_indices(self) -> list[int]:
-        """Stages of this rank, dealt out round-robin as looped schedules want them."""
+        """Stages of this rank: dealt out round-robin, or to the last rank and back again for V schedules."""
+        if self.config.pp > 1 and self.config.schedule in V_SCHEDULES:
+            return [self.pp_index, 2 * self.config.pp - 1 - self.pp_index]
         return [self.pp_index + chunk * self.config.pp for chunk in range(self.config.chunks)]
+
+    @property
+    def own_experts(self) -> range:
+        """Experts of this rank: all, or the share of its replica."""
+        share = self.config.experts // self.config.ep
+        first = share * (self.dp_index if self.config.ep > 1 else 0)
+        return range(first, first + share)
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks have the same value."""
+        ends = torch.tensor([value, -value], device=self.device)
+        if self.config.world > 1:
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        return int(ends[0]) == -int(ends[1])
 
     def replica_share(self, batch: Batch) -> Batch:
         """This replica's sequences of the global batch, on the rank's device."""
@@ -92,78 +97,8 @@ class Grid:
             losses: float32 scalars of the microbatches; empty on ranks without the last stage.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if losses:
+        if losses and self.tp_index == 0:
             total += torch.stack(losses).double().mean() / self.config.dp
         if self.config.world > 1:
             dist.all_reduce(total)
         return total.item()
-
-    def average_gradients(self, stages: Iterable[Stage]) -> None:
-        """Average each stage's gradients over the replicas, one all-reduce a stage.
-
-        The sum's order is fixed, so a run repeats bit for bit. From three replicas on it depends on how the
-        flat buffer is cut, hence on the partition, in the last bit.
-        """
-        if self.config.dp == 1:
-            return
-        for stage in stages:
-            gradients = [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.dp_group)
-            flat /= self.config.dp
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-
-class PlainLoop:
-    """Forward and backward of all microbatches in one process, gradients averaged over them.
-
-    Looped BFS accumulates the last microbatch first, and so does this loop in its place: then every
-    schedule has a reference with the same order of additions.
-    """
-
-    def __init__(self, grid: Grid, stage: Stage, scope: Callable[[], AbstractContextManager[object]]) -> None:
-        self.grid = grid
-        self.stage = stage
-        self.scope = scope
-
-    def run(self, batch: Batch) -> list[torch.Tensor]:
-        """Accumulate the gradients of a replica's batch and return the microbatches' losses."""
-        config = self.grid.config
-        pairs = list(zip(*(part.chunk(config.microbatches) for part in batch), strict=True))
-        if config.schedule == "loopedbfs":
-            pairs.reverse()
-        losses = []
-        with self.scope():
-            for inputs, targets in pairs:
-                loss = next_byte_loss(self.stage(inputs), targets)
-                loss.backward()
-                losses.append(loss.detach())
-        for parameter in self.stage.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(config.microbatches)
-        return losses[::-1] if config.schedule == "loopedbfs" else losses
-
-
-class Pipeline:
-    """The same through one of torch's pipeline schedules, which averages over microbatches by itself."""
-
-    def __init__(self, grid: Grid, stages: list[Stage], attach: Callable[[Any, list[Any]], Any]) -> None:
-        config = grid.config
-        self.grid = grid
-        pipeline_stages = [
-            PipelineStage(stage, index, config.stages, grid.device, group=grid.pp_group)
-            for stage, index in zip(stages, grid.stage_indices(), strict=True)
-        ]
-        held: Any = pipeline_stages if config.schedule in CHUNKED_SCHEDULES else pipeline_stages[0]
-        schedule = SCHEDULE_CLASSES[config.schedule](held, config.microbatches, loss_fn=next_byte_loss)
-        self.schedule = attach(schedule, pipeline_stages)
-
-    def run(self, batch: Batch) -> list[torch.Tensor]:
-        """As `PlainLoop.run`; ranks without the last stage return an empty list."""
-        losses: list[torch.Tensor] = []
-        inputs = (batch.inputs,) if self.grid.first else ()
-        targets = {"target": batch.targets, "losses": losses} if self.grid.last else {}
-        self.schedule.step(*inputs, return_outputs=False, **targets)
-        return [loss.detach() for loss in losses]

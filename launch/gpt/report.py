@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .config import TrainConfig
-from .progress import read_metrics, write_json
+from .progress import metrics_line, read_metrics, write_json
 
 if TYPE_CHECKING:
     from .training import TrainResult
@@ -27,10 +27,20 @@ PLOTTED_LAYERS = 3  # more curves than 3 layers x 3 roles cannot be told apart
 ROLES = {"input": "-", "weight": "--", "grad_output": ":"}
 
 
-def summarize(config: TrainConfig, result: TrainResult) -> dict[str, Any]:
-    """A run's figures as plain values; FP8's are None in other precisions."""
-    losses = result.losses
-    seconds = [record.seconds for record in result.steps]
+def summarize(
+    config: TrainConfig, result: TrainResult, metrics: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """A run's figures as plain values; FP8's are None in other precisions.
+
+    Args:
+        config: the run.
+        result: what this process saw, at least one step if `metrics` are left out.
+        metrics: the lines of `metrics.jsonl`, which also hold the steps before a restart.
+    """
+    lines = metrics or [metrics_line(record) for record in result.steps]
+    losses = [line["loss"] for line in lines]
+    seconds = [line["seconds"] for line in lines]
+    evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
     summary: dict[str, Any] = {
         "precision": config.precision,
         "schedule": config.schedule if config.pp > 1 else "accumulation in one process",
@@ -43,6 +53,7 @@ def summarize(config: TrainConfig, result: TrainResult) -> dict[str, Any]:
         "seed": config.seed,
         "loss_first": losses[0],
         "loss_last20_mean": statistics.fmean(losses[-LAST:]),
+        "eval_loss": evaluated[-1] if evaluated else None,
         "seconds_per_step": statistics.median(seconds),
         "seconds": sum(seconds),
         "tokens_per_second": config.batch * config.seq_len / statistics.median(seconds),
@@ -53,7 +64,7 @@ def summarize(config: TrainConfig, result: TrainResult) -> dict[str, Any]:
     return summary | {
         "commits": fp8.commits if fp8 else None,
         "aborts": fp8.aborts if fp8 else None,
-        "collectives_per_step": _plain(fp8.collectives / config.steps) if fp8 else None,
+        "collectives_per_step": _plain(fp8.collectives / len(result.steps)) if fp8 and result.steps else None,
         "ranks_agree": fp8.ranks_agree if fp8 else None,
         "saturated_fraction": sum(count.saturated for count in counts) / values if values else None,
         "flushed_fraction": sum(count.flushed for count in counts) / values if values else None,

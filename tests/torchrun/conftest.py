@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import dedent
 
@@ -16,14 +16,23 @@ Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Torchrun:
-    """Return a function that runs the text of a program on `ranks` ranks of torchrun on this host."""
+    """Return a function that runs the text of a program on `ranks` ranks of torchrun on this host.
 
-    def run(program: str, ranks: int = 2, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+    `options` are torchrun's own, `arguments` the program's.
+    """
+
+    def run(
+        program: str,
+        ranks: int = 2,
+        timeout: float = 90.0,
+        options: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+    ) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "program.py"
         script.write_text(dedent(program))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         process = subprocess.Popen(
-            [*command, str(script)],
+            [*command, *options, str(script), *arguments],
             cwd=tmp_path,
             env=environ_for_a_launcher(),
             stdin=subprocess.DEVNULL,

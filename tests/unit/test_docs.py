@@ -63,7 +63,9 @@ def test_the_commands_of_a_page_run_from_the_root_of_the_repository(page: Path, 
             (tmp_path / entry.name).symlink_to(entry)
     script = tmp_path / "page.sh"
     lines = "\n".join(blocks(page, "bash"))
-    expected = re.sub(r"^(.*?)\s+# exit code (\d+)$", r"code=0; \1 || code=$?; [ $code = \2 ]", lines, flags=re.M)
+    expected = re.sub(
+        r"^(.*?)\s+# exit code (\d+)$", r"code=0; \1 || code=$?; [ $code = \2 ]", lines, flags=re.M
+    )
     script.write_text(f"set -euo pipefail\n{expected}\n")
     run(["bash", str(script)], tmp_path)
 

@@ -16,13 +16,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from fp8dist._commands.doctor import doctor_command
 from fp8dist.doctor import GroupHealth, Level, worst
 from fp8dist.doctor import _environment as environment
 from fp8dist.doctor import _mpi as mpi
 from fp8dist.doctor import _new_ranks as new_ranks
 from fp8dist.doctor import _run as run
 from fp8dist.doctor._findings import Finding
-from fp8dist.doctor.command import doctor_command
 
 torch.set_num_threads(1)
 

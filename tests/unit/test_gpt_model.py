@@ -13,7 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
 from gpt.config import TrainConfig
-from gpt.model import GPTConfig, build_stage, next_byte_loss, stage_layers
+from gpt.model import GPTConfig, build_stage, next_byte_loss, parameter_names, stage_layers
 
 SMALL = GPTConfig(layers=5, hidden=16, heads=2, seq_len=12)
 
@@ -81,6 +81,27 @@ def test_stages_pass_float32_between_them(bf16: bool) -> None:
     hidden = first(some_bytes())
     assert hidden.dtype == torch.float32
     assert last(hidden).dtype == (torch.bfloat16 if bf16 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "attention", "mlp"), [("none", 5, 5), ("full", 10, 10), ("attention", 10, 5), ("mlp", 5, 10)]
+)
+def test_recomputed_parts_run_twice_and_give_the_same_gradients(part: str, attention: int, mlp: int) -> None:
+    plain, again = (build_stage(dataclasses.replace(SMALL, recomputed=how), 0, 1) for how in ("none", part))
+    runs = {"attn": 0, "mlp": 0}
+    for name, module in again.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in runs:
+            module.register_forward_pre_hook(lambda *_, kind=kind: runs.update({kind: runs[kind] + 1}))
+    for model in (plain, again):
+        model(some_bytes()).square().sum().backward()
+    assert runs == {"attn": attention, "mlp": mlp}
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad.equal(again.get_parameter(name).grad), name
+
+
+def test_names_of_the_whole_model_need_no_weights() -> None:
+    assert parameter_names(SMALL) == [name for name, _ in build_stage(SMALL, 0, 1).named_parameters()]
 
 
 def test_default_linears_fit_fp8_gemms() -> None:

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from fp8dist._commands.plan import SCHEDULES, plan_command
 from fp8dist.plan import NAMES, plan
 from fp8dist.plan._report import as_plain
-from fp8dist.plan.command import SCHEDULES, plan_command
 
 app = typer.Typer()
 app.command("plan")(plan_command)

@@ -17,13 +17,13 @@ import typer
 from _report_runs import SICK, Simulated, troubled, write_lines
 from typer.testing import CliRunner
 
+from fp8dist._commands.report import report_command
 from fp8dist.blame import judge
 from fp8dist.report import build_report
 from fp8dist.report._events import faults, pictures
 from fp8dist.report._read import read_run
 from fp8dist.report._series import MAX_COLUMNS, Columns
 from fp8dist.report._svg import thin, ticks
-from fp8dist.report.command import report_command
 
 app = typer.Typer()
 app.command()(report_command)

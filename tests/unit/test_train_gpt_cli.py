@@ -18,13 +18,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
 import train_gpt
 from gpt import report
-from gpt.config import Ranks, TrainConfig, parse_arguments
+from gpt.config import Ranks, TrainConfig
 from gpt.corpus import Corpus
 from gpt.fp8 import CastCounts, Outcome, Sample, agree
+from gpt.loops import SCHEDULE_CLASSES, PlainLoop
 from gpt.model import GPTConfig, build_stage, next_byte_loss
-from gpt.parallel import SCHEDULE_CLASSES, Grid, PlainLoop
+from gpt.optimizer import Clipper, learning_rate, make_optimizer
+from gpt.options import parse_arguments
+from gpt.parallel import Grid
 from gpt.progress import metrics_line, read_metrics
-from gpt.training import StepRecord, TrainResult, learning_rate, train
+from gpt.sampling import sample_text
+from gpt.training import StepRecord, Trainer, TrainResult, train
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 30
@@ -50,6 +54,41 @@ BAD_FLAGS = [
     ("--precision fp4", "fp4"),
     ("--steps many", "many"),
     ("--unknown 1", "--unknown"),
+    ("--pp 2 --schedule zbv", "--chunks to be 2 for zbv"),
+    ("--pp 2 --chunks 3 --schedule dualpipev", "--chunks to be 2 for dualpipev"),
+    (
+        "--microbatches 2 --pp 2 --chunks 2 --schedule dualpipev",
+        "--microbatches to be at least 4 (two for each of --pp) for dualpipev",
+    ),
+    (
+        "--microbatches 7 --batch 7 --pp 2 --schedule interleavedzerobubble",
+        "--microbatches to be a multiple of --pp 2 for interleavedzerobubble",
+    ),
+    ("--activation-checkpoint some", "some"),
+    ("--dp 2 --pp 2 --dp-mode ddp", "--dp-mode to be allreduce with --pp > 1 but got ddp"),
+    ("--dp 2 --tp 2 --dp-mode fsdp", "--dp-mode to be allreduce with --tp > 1 but got fsdp"),
+    ("--experts 3 --dp 2 --ep 2", "--experts to be a multiple of --ep 2"),
+    ("--dp 2 --ep 2", "--experts to be a multiple of --ep 2 but got 0"),
+    ("--experts 4 --dp 4 --ep 2", "--ep to be 1 or --dp 4"),
+    ("--experts 2 --top-k 3", "--top-k to be at most --experts 2"),
+    ("--experts 2 --tp 2", "--experts to be 0 with --tp > 1"),
+    ("--experts 2 --dp 2 --dp-mode ddp", "--dp-mode to be allreduce with --experts"),
+    ("--experts 2 --pp 2 --chunks 2 --schedule zbv", "--experts to be 0 with zbv"),
+    ("--tp 3", "--heads to be a multiple of --tp 3"),
+    ("--tp 4", "--hidden to be a multiple of 64, which FP8 GEMMs of --tp 4 need"),
+    ("--tp 2", "--pp 1 x --dp 1 x --tp 2 = 2 processes but got 1"),
+    ("--clip -1", "--clip to be a finite number >= 0 but got -1.0"),
+    ("--clip inf", "--clip to be a finite number >= 0"),
+    ("--warmup-steps 101", "--warmup-steps to be at most --steps 100"),
+    ("--min-lr-fraction 2", "--min-lr-fraction to be between 0 and 1"),
+    ("--lr 0", "--lr to be a positive finite number"),
+    ("--eval-fraction 1", "--eval-fraction to be between 0 and 1"),
+    (
+        "--eval-every 1 --eval-fraction 0.01",
+        "at least 65 bytes (--seq-len 64 and the last target) to train on",
+    ),
+    ("--resume nowhere", "expected a complete checkpoint of this program at nowhere"),
+    ("--config nowhere.toml", "expected a readable file for --config but got nowhere.toml"),
     ("--pp 2 --dp 2", "--pp 2 x --dp 2 = 4 processes but got 1"),
     ("--data no-such-file", "but got no-such-file"),
     ("--seq-len 2000", "at least 2001 bytes"),
@@ -104,6 +143,9 @@ def test_of_all_ranks_only_the_first_complains(rank: int, lines: int, text_file:
         "--pp 4 --schedule gpipe", "--pp 4 --schedule 1f1b",
         "--pp 2 --chunks 2 --dp 2 --schedule interleaved1f1b",
         "--pp 4 --chunks 2 --schedule loopedbfs --microbatches 2", "--dp 4", "--precision bf16 --hidden 40",
+        "--pp 2 --chunks 2 --schedule zbv --microbatches 1", "--pp 4 --chunks 2 --schedule dualpipev",
+        "--pp 2 --dp 2 --experts 4 --ep 2 --top-k 2", "--dp 2 --dp-mode fsdp", "--tp 2 --pp 2 --dp 2 --schedule gpipe",
+        "--pp 4 --schedule interleavedzerobubble --clip 0 --warmup-steps 0",
     ],
 )  # fmt: skip
 def test_good_flags_are_accepted(flags: str) -> None:
@@ -120,19 +162,28 @@ def test_launcher_is_read_from_the_environment() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "loopedbfs"])
 def test_one_process_trains_like_one_large_batch(schedule: str) -> None:
-    config, corpus = TrainConfig(**TINY, schedule=schedule), Corpus(TEXT)
+    config, corpus = TrainConfig(**TINY, schedule=schedule, clip=0.1, weight_decay=3.0), Corpus(TEXT)
     losses = train(config, Ranks(), corpus=corpus).losses
 
     shape = GPTConfig(config.layers, config.hidden, config.heads, config.seq_len)
     model = build_stage(shape, 0, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     expected = []
     for step in range(config.steps):
-        optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
         inputs, targets = corpus.batch(step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
         loss = next_byte_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        assert norm > config.clip
         optimizer.step()
         expected.append(loss.item())
     assert expected[-1] < expected[0]
@@ -175,6 +226,93 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
+@pytest.mark.parametrize(("warmup", "least"), [(0, 0.0), (1, 0.5), (7, 1.0)])
+def test_warm_up_and_last_rate_are_as_asked_for(warmup: int, least: float) -> None:
+    config = TrainConfig(steps=10_000, lr=2.0, warmup_steps=warmup, min_lr_fraction=least)
+    rates = [learning_rate(config, step) for step in range(config.steps)]
+    assert rates[:warmup] == [pytest.approx(2.0 * (step + 1) / warmup) for step in range(warmup)]
+    assert rates[warmup] == 2.0
+    assert rates[-1] == pytest.approx(2.0 * least, abs=1e-6)
+
+
+def test_only_matrices_decay() -> None:
+    config = TrainConfig(lr=0.5, weight_decay=0.25)
+    model = build_stage(GPTConfig(layers=1, hidden=16, heads=2, seq_len=8), 0, 1)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(config, dict(model.named_parameters())).step()
+    for name, parameter in model.named_parameters():
+        expected = 1 - 0.5 * 0.25 if name.endswith("weight") and "norm" not in name else 1.0
+        assert (parameter == expected).all(), name
+
+
+def test_clipping_scales_all_gradients_by_one_factor_and_leaves_small_ones_alone() -> None:
+    config = TrainConfig(clip=2.5)
+    grid = Grid(config, Ranks(), torch.device("cpu"))
+    parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
+    clipper = Clipper(grid, parameters, ["a", "b", "somewhere else"])
+    parameters["a"].grad, parameters["b"].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, -4.0])
+    assert clipper.clip() == 5.0
+    assert clipper.clip() == 2.5
+    assert [parameter.grad.tolist() for parameter in parameters.values()] == [[1.5, 0.0], [0.0, -2.0]]
+
+
+def test_evaluation_moves_nothing() -> None:
+    config, corpus = TrainConfig(**TINY | {"precision": "fp8"}, eval_every=100, eval_batches=2), Corpus(TEXT)
+    trainer = Trainer(config, Ranks(), Grid(config, Ranks(), torch.device("cpu")), corpus)
+    trainer.prepare(None)
+    trainer.step(0)
+    coordinator = trainer.fp8.coordinator
+
+    def everything() -> tuple[object, ...]:
+        weights = [parameter.detach().clone() for parameter in trainer.parameters.values()]
+        gradients = [parameter.grad is None for parameter in trainer.parameters.values()]
+        return coordinator.digest(), coordinator.stats, [w.sum().item() for w in weights], gradients
+
+    before = everything()
+    first = trainer.evaluate()
+    assert everything() == before
+    assert trainer.evaluate() == first
+    batch = corpus.batch(0, batch=config.batch, seq_len=config.seq_len, seed=0)
+    assert not any(loss.requires_grad for loss in trainer.worker.evaluate(batch))
+    assert all(module.training for stage in trainer.stages for module in stage.modules())
+    trainer.step(1)
+    assert coordinator.digest() != before[0]
+    coordinator.close()
+
+
+def test_held_out_text_is_never_trained_on_and_is_what_is_evaluated() -> None:
+    text = b"a" * 900 + b"b" * 100
+    config = TrainConfig(**TINY | {"steps": 30, "lr": 0.02}, eval_every=30)
+    result = train(config, Ranks(), corpus=Corpus(text))
+    assert result.losses[-1] < 0.1
+    assert result.steps[-1].eval_loss > 2.0  # it never saw a b
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_the_trained_model_goes_on_with_a_text(temperature: float) -> None:
+    config = TrainConfig(
+        **TINY | {"steps": 60, "lr": 0.02, "precision": "bf16"},
+        sample="ab" * 20,
+        sample_bytes=30,
+        temperature=temperature,
+    )
+    result = train(config, Ranks(), corpus=Corpus(b"ab" * 500))
+    assert result.text == b"ab" * 15
+
+
+def test_sampling_follows_the_temperature() -> None:
+    model = build_stage(GPTConfig(layers=1, hidden=16, heads=2, seq_len=8), 0, 1)
+
+    def drawn(temperature: float, seed: int) -> bytes:
+        return sample_text(model, b"x", count=20, window=8, temperature=temperature, seed=seed)
+
+    assert drawn(0.0, 1) == drawn(0.0, 2) == drawn(1e-4, 3)
+    assert drawn(1.0, 1) == drawn(1.0, 1) != drawn(1.0, 2)
+    assert len(set(drawn(50.0, 1))) > 10
+
+
 def test_train_refuses_another_number_of_ranks() -> None:
     with pytest.raises(ValueError, match="= 2 processes but got 1"):
         train(TrainConfig(**TINY, pp=2), Ranks(), corpus=Corpus(TEXT))
@@ -195,6 +333,31 @@ def test_program_writes_metrics_and_summary(
     assert (summary["precision"], summary["world"], summary["steps"]) == ("fp32", 1, 3)
     assert summary["commits"] is summary["collectives_per_step"] is summary["ranks_agree"] is None
     assert capsys.readouterr().out.count("loss") == 3
+    again = parse_arguments(["--config", str(run_dir / "config.toml")])
+    assert (again.steps, again.run_dir, again.data) == (3, run_dir, text_file)
+
+
+def test_a_resumed_program_continues_its_metrics_and_summary(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (TINY | {"steps": 5}).items()]
+    flags += [f"--data={text_file}", f"--run-dir={run_dir}", "--checkpoint-every=2", "--no-plot"]
+    monkeypatch.setattr(sys, "argv", ["x", *flags])
+    train_gpt.main()
+    whole = read_metrics(run_dir / "metrics.jsonl")
+    (run_dir / "checkpoints" / "step-00000005").rename(tmp_path / "lost")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # a process died while it wrote
+    train_gpt.main()
+    assert "going on from step 4" in capsys.readouterr().out
+    resumed = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert resumed[:4] == whole[:4]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["loss_first"], summary["steps"]) == (whole[0]["loss"], 5)
+    train_gpt.main()  # nothing is left to do
+    assert read_metrics(run_dir / "metrics.jsonl") == resumed
 
 
 @pytest.mark.parametrize(
