@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .doctor.command import doctor_command
-from .plan.command import plan_command
-from .report.command import report_command
+from ._commands.doctor import doctor_command
+from ._commands.plan import plan_command
+from ._commands.report import report_command
 
 if TYPE_CHECKING:
     from rich.table import Table

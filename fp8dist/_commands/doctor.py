@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ._findings import Finding
-    from ._group import GroupHealth
+    from ..doctor._findings import Finding
+    from ..doctor._group import GroupHealth
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "bad": "bold red"}
 
@@ -36,8 +36,8 @@ def doctor_command(
             err=True,
         )
         raise typer.Exit(2)
-    from ._findings import Level, worst
-    from ._run import examine
+    from ..doctor._findings import Level, worst
+    from ..doctor._run import examine
 
     findings, health, rank = examine(ranks)
     if rank == 0:

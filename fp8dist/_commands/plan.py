@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
-    from ._costs import Costs
-    from ._plan import Members, Plan, Updates
+    from ..plan._costs import Costs
+    from ..plan._plan import Members, Plan, Updates
 
 SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
 
@@ -66,7 +66,7 @@ def plan_command(
     Exit code 0: the step ends, and all members of each reduction group enter the same collectives. Exit code 1: it
     does not, or they do not. Exit code 2: numbers that do not fit each other, or a file that cannot be used.
     """
-    from . import Costs, Model, plan
+    from ..plan import Costs, Model, plan
 
     try:
         costs = Costs(
@@ -103,7 +103,7 @@ def _with_constants(
 def _write(found: Plan, picture: Path | None, perfetto: Path | None) -> None:
     import json
 
-    from ._draw import draw, trace_events
+    from ..plan._draw import draw, trace_events
 
     if picture is not None:
         draw(found, picture)
@@ -116,7 +116,7 @@ def _print(found: Plan, full: bool, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from ._report import as_plain, lines, tables
+    from ..plan._report import as_plain, lines, tables
 
     if as_json:
         typer.echo(json.dumps(as_plain(found)))

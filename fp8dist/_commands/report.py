@@ -20,7 +20,7 @@ def report_command(
     Exit code 0: nothing is wrong. Exit code 1: the page names a problem. Exit code 2: no run there, or the page
     cannot be written.
     """
-    from . import build_report
+    from ..report import build_report
 
     path = run / "report.html" if output is None else output
     try:
