@@ -16,7 +16,7 @@ FP32, and compares both. Needs Python 3.11 or newer; after the installation it t
   --steps N          optimizer steps of each run (default: 100)
   --torch-index URL  package index to take torch from, for example one that offers CPU builds
 
-Results: runs/<time>/summary.json, metrics.jsonl, metrics-fp32.jsonl, losses-and-scales.png
+Results: runs/<time>/report.html, and summary.json, metrics.jsonl, metrics-fp32.jsonl, losses-and-scales.png
 Exit code 0: both runs finished and all ranks' FP8 scales agree.
 TEXT
 }
@@ -66,4 +66,7 @@ for precision in fp8 fp32; do
         "$ROOT/launch/train_gpt.py" "${options[@]}" --data "$data" --precision "$precision" \
         --run-dir "$run_dir/$precision"
 done
-"$python" -m gpt.report "$run_dir"
+status=0
+"$python" -m gpt.report "$run_dir" || status=$?
+"$python" -m fp8dist.cli report "$run_dir" || [ $? -eq 1 ] # 1: it names something to look at
+exit $status

@@ -23,6 +23,8 @@ from gpt.training import TrainResult, train
 from rich.console import Console
 from torch.distributed.rendezvous import rendezvous
 
+from fp8dist.bootstrap import init_process_group_from_mpi, launched_by
+
 
 def main() -> None:
     """Check the flags, join the process group, train, and report on rank 0."""
@@ -61,6 +63,9 @@ def join(ranks: Ranks, device: torch.device) -> None:
     The store of torchrun's agent outlives a restart, and with it the addresses of ranks that are dead (seen with
     torch 2.13). So every start of the processes has keys of its own.
     """
+    if launched_by() == "mpi":
+        init_process_group_from_mpi()
+        return
     store, _, _ = next(rendezvous("env://"))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

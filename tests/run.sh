@@ -3,14 +3,14 @@
 set -uo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PARTS="unit frameworks faults mpi2 mpi4 torchrun"
+PARTS="unit kernels frameworks faults mpi2 mpi4 torchrun"
 EXTRAS=mpi,dev,monitor
 
 usage() {
     cat <<TEXT
 usage: bash tests/run.sh [--part PART] [--torch VERSIONS] [--mpi openmpi|mpich] [-- PYTEST_OPTIONS]
 
-  --part PART        run one part only: unit, frameworks (skipped without the extra of that name),
+  --part PART        run one part only: unit, kernels (GPUs), frameworks (skipped without that extra),
                      faults (ranks that fail, and GPUs where there are any), mpi2, mpi4
                      (tests/distributed under mpirun), torchrun
   --torch VERSIONS   long mode: everything again per torch release ("2.11.0,2.12.1"), each in a
@@ -47,7 +47,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-needed = "torch numpy rich safetensors typer pytest pytest-mpi pytest-timeout hypothesis mpi4py".split()
+needed = "torch numpy rich safetensors typer pytest pytest-mpi pytest-timeout pytest-xdist hypothesis mpi4py".split()
 try:
     for name in [*needed, sys.argv[1]]:
         metadata.version(name)
@@ -125,8 +125,9 @@ run_mpi() {
 # $1: part, the rest: for pytest.
 run_part() {
     case "$1" in
-        # tests/kernels uses the GPU in its own process, which must not fork afterwards: it comes last.
-        unit) run_pytest 1200 tests/unit tests/kernels "${@:2}" ;;
+        # Two workers; a file stays with one of them.
+        unit) run_pytest 1200 -n 2 --dist loadfile tests/unit "${@:2}" ;;
+        kernels) run_pytest 1200 tests/kernels "${@:2}" ;; # in its own process, which uses the GPU
         frameworks) run_pytest 900 tests/frameworks "${@:2}" ;;
         faults) run_pytest 1200 tests/faults tests/gpu "${@:2}" ;;
         mpi2) run_mpi 2 "${@:2}" ;;

@@ -295,14 +295,19 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Ranks:
-        """Read what torchrun exports; a plain process is rank 0 of 1."""
-        rank, world = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        """Read what torchrun, Open MPI or MPICH export; a plain process is rank 0 of 1."""
+
+        def read(default: int, *names: str) -> int:
+            return int(next((environ[name] for name in names if name in environ), default))
+
+        rank = read(0, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        world = read(1, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
         return cls(
             rank,
             world,
-            int(environ.get("LOCAL_RANK", rank)),
-            int(environ.get("LOCAL_WORLD_SIZE", world)),
-            int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            read(rank, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+            read(world, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+            read(0, "TORCHELASTIC_RESTART_COUNT"),
         )
 
 

@@ -83,7 +83,7 @@ class Fp8Run:
         self.config = config
         self.step = 0
         recipe = f8.DelayedScaling(fp8_format=f8.Format.HYBRID, amax_history_len=config.amax_history_len)
-        self.coordinator = f8.ReductionGroupCoordinator(recipe)
+        self.coordinator = f8.ReductionGroupCoordinator(recipe, flight_dir=config.run_dir / "flight")
         for stage in stages:
             f8.convert(stage, self.coordinator, skip=SKIP)
             convert_experts(stage, self.coordinator)
@@ -100,6 +100,11 @@ class Fp8Run:
         """Negotiate the layout now, so that the first step is like all others, and note the counters."""
         self.coordinator.freeze()
         self._before = (self.coordinator.stats.commits, self.coordinator.stats.collectives)
+        # It writes what `fp8dist report` reads. Casts are counted by `begin_step`, for `sample`.
+        sink = f8.monitor.JsonLines(self.config.run_dir)
+        self.monitor = f8.monitor.Monitor(
+            self.coordinator, [sink], every=self.config.sample_every, count_casts=False
+        )
 
     @property
     def collectives(self) -> int:
@@ -120,8 +125,14 @@ class Fp8Run:
                 sample.casts.setdefault(name.rpartition(".")[2], CastCounts()).add(*counts)
         return sample
 
+    def end_step(self, step: int, loss: float) -> None:
+        """Let the monitor see a step, behind everything else of it."""
+        self.monitor.step(step=step, loss=loss)
+
     def finish(self) -> Outcome:
         """Compare the ranks and close the coordinator. A collective."""
+        self.monitor.close()
+        self.coordinator.dump_flight(self.config.run_dir / "flight", "end of the run")
         commits = self.coordinator.stats.commits - self._before[0]
         counted = (commits, self.collectives, self.coordinator.stats.generation)
         reports = _gather((counted, self.coordinator.class_digests()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping
@@ -190,11 +191,11 @@ def main(run_dir: Path) -> int:
     summary = combine(*(json.loads((run_dir / run / "summary.json").read_text()) for run in ("fp8", "fp32")))
     (run_dir / "fp8" / "metrics.jsonl").replace(run_dir / "metrics.jsonl")
     (run_dir / "fp32" / "metrics.jsonl").replace(run_dir / "metrics-fp32.jsonl")
+    for file in [*(run_dir / "fp8").glob("monitor-rank*.jsonl"), run_dir / "fp8" / "flight"]:
+        file.replace(run_dir / file.name)
     write_json(run_dir / "summary.json", summary)
     for run in ("fp8", "fp32"):  # what they held is in the joined files now
-        for file in (run_dir / run).iterdir():
-            file.unlink()
-        (run_dir / run).rmdir()
+        shutil.rmtree(run_dir / run)
     console = Console()
     console.print(comparison_table(summary))
     figure = run_dir / "losses-and-scales.png"

@@ -161,7 +161,8 @@ class Trainer:
     def step(self, step: int) -> StepRecord:
         """One optimizer step, and what it showed."""
         config, start = self.config, time.perf_counter()
-        sampled = step % config.sample_every == 0 or step == config.steps - 1
+        # The monitor counts from 1, too; the first and the last step begin and end the curves.
+        sampled = (step + 1) % config.sample_every == 0 or step in (0, config.steps - 1)
         if self.fp8:
             self.fp8.begin_step(step, sampled=sampled)
         for group in self.optimizer.param_groups:
@@ -178,6 +179,7 @@ class Trainer:
         if self.fp8:
             record.collectives = self.fp8.collectives
             record.sample = self.fp8.sample() if sampled else None
+            self.fp8.end_step(step, record.loss)
         if _due(config, step, config.eval_every):
             record.eval_loss = self.evaluate()
         return record
