@@ -97,7 +97,7 @@ class UpdateProtocol:
             raise ValueError(
                 f"a coordinator named {self.name!r} exists on rank {ranks[rank]} already; give each coordinator of a "
                 "process its own name=, or close() the earlier one first. If a launcher that keeps its store, as "
-                "torchrun does, has just started this process anew, put each start's keys under a PrefixStore of its own"
+                "torchrun does, has started this process anew, put each start's keys under a PrefixStore of its own"
             )
         members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]
         self._control = everyone.under(f"{self.name}/{members}")
