@@ -81,6 +81,11 @@ class ClassDigests:
         self.of_class: dict[int, int] = {}
         self._slots: Bits = bits_of(torch.zeros(n, device=device))
         self._parts: tuple[Bits, Bits] = self._slots[:n_forward], self._slots[n_forward:]
+        self._prepare(device)
+
+    def _prepare(self, device: torch.device) -> None:
+        """What `refresh` needs besides."""
+        raise NotImplementedError
 
     def refresh(self, states: Sequence[RecipeState], generation: int) -> None:
         """Recompute `words`."""
@@ -114,20 +119,12 @@ class ClassDigests:
 class HostDigests(ClassDigests):
     """By NumPy: with so few values PyTorch's way to an operation costs more than these."""
 
-    def __init__(
-        self,
-        n_union: int,
-        positions: torch.Tensor,
-        class_of: Sequence[int],
-        held: Sequence[bool],
-        n_forward: int,
-    ) -> None:
-        super().__init__(n_union, positions, class_of, held, n_forward)
+    def _prepare(self, device: torch.device) -> None:
         assert isinstance(self._slots, np.ndarray)
         self._slot_array, self._word_array = self._slots, self.words.numpy()
         self._multiplier_array = self._multipliers.numpy()
         self._products = [(c, self._slot_array[run]) for c, run in self._runs]
-        self._none = {c: 0 for c, mine in enumerate(held) if mine}
+        self._none = {c: 0 for c, mine in enumerate(self._held) if mine}
 
     def refresh(self, states: Sequence[RecipeState], generation: int) -> None:
         """Recompute `words`."""
@@ -145,24 +142,16 @@ class HostDigests(ClassDigests):
 class DeviceDigests(ClassDigests):
     """By tensors: nothing is read back, and the number of operations does not grow with that of classes."""
 
-    def __init__(
-        self,
-        n_union: int,
-        positions: torch.Tensor,
-        class_of: Sequence[int],
-        held: Sequence[bool],
-        n_forward: int,
-    ) -> None:
-        super().__init__(n_union, positions, class_of, held, n_forward)
-        device = positions.device
-        self._slots = torch.zeros(len(class_of), dtype=torch.int32, device=device)
-        self._parts = self._slots[:n_forward], self._slots[n_forward:]
+    def _prepare(self, device: torch.device) -> None:
+        if not isinstance(self._slots, torch.Tensor):  # a test on the CPU
+            self._slots = torch.from_numpy(self._slots)
+            self._parts = self._slots[: len(self._parts[0])], self._slots[len(self._parts[0]) :]
         self._run_class = torch.tensor([c for c, _ in self._runs], dtype=torch.int64, device=device)
         ends = [run.stop - 1 for _, run in self._runs]
         self._run_end = torch.tensor(ends, dtype=torch.int64, device=device)
         self._pair_held = torch.tensor(self._held, dtype=torch.bool, device=device).repeat_interleave(2)
-        self._pair_class = torch.arange(len(held), device=device).repeat_interleave(2)
-        self._pair_sign = torch.tensor([1, -1] * len(held), dtype=torch.int32, device=device)
+        self._pair_class = torch.arange(len(self._held), device=device).repeat_interleave(2)
+        self._pair_sign = torch.tensor([1, -1] * len(self._held), dtype=torch.int32, device=device)
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._neutral = torch.tensor(INT32_MIN, dtype=torch.int32, device=device)
 

@@ -127,7 +127,7 @@ fi
 
 rm -f "$stamp"
 torch_fits "$(installed_torch "$python")" || install_torch
-say "downloading what fp8dist${extras:+[$extras]} needs besides torch (at most 150 MB; releases in constraints.txt)"
+say "downloading what fp8dist${extras:+[$extras]} needs besides torch (at most 250 MB; releases in constraints.txt)"
 pip_install -e "$ROOT${extras:+[$extras]}" -c "$ROOT/constraints.txt"
 torch_fits "$(installed_torch "$python")" || die "expected torch ${torch_version:->= $OLDEST_TORCH} in $venv_dir but got '$(installed_torch "$python")'; remove $venv_dir and run again"
 printf '%s\n%s\n' "$fingerprint" "$stamped_extras${extras:+,$extras}" > "$stamp"
