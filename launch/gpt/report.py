@@ -191,8 +191,9 @@ def main(run_dir: Path) -> int:
     summary = combine(*(json.loads((run_dir / run / "summary.json").read_text()) for run in ("fp8", "fp32")))
     (run_dir / "fp8" / "metrics.jsonl").replace(run_dir / "metrics.jsonl")
     (run_dir / "fp32" / "metrics.jsonl").replace(run_dir / "metrics-fp32.jsonl")
-    for file in [*(run_dir / "fp8").glob("monitor-rank*.jsonl"), run_dir / "fp8" / "flight"]:
-        file.replace(run_dir / file.name)
+    for pattern in ("monitor-rank*.jsonl", "flight"):  # for `fp8dist report`
+        for file in (run_dir / "fp8").glob(pattern):
+            file.replace(run_dir / file.name)
     write_json(run_dir / "summary.json", summary)
     for run in ("fp8", "fp32"):  # what they held is in the joined files now
         shutil.rmtree(run_dir / run)
