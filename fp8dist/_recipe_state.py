@@ -57,7 +57,7 @@ class RecipeState:
         self.device = torch.device(device)
         self.scale = torch.ones(n, device=self.device)
         self.scale_inv = torch.ones(n, device=self.device)
-        self._scale_bits = bits_of(self.scale)
+        self._scale_bits: Any = bits_of(self.scale)
         self.warm = torch.zeros(n, dtype=torch.bool)
         self.history = torch.full((recipe.history_len, n), ABSENT, device=self.device)
         self.head = 0
@@ -165,30 +165,32 @@ class RecipeState:
         rows[:1] = 0
         return rows
 
-    def digests(self, generation: int, rows: int, out: Bits) -> None:
-        """Of each slot: the bits of its scale and of `rows` rows of its history, added modulo 2**32.
+    def digests(self, generation: int, n_rows: int, out: Bits) -> None:
+        """Of each slot: the bits of its scale and of `n_rows` rows of its history, added modulo 2**32.
 
         So a change of one value shows. A longer history is taken in turns, since a commit's cost should not grow
         with it; of a shorter one the newest row counts more than once, so that one which lags behind shows, too.
 
         Args:
             generation: equal on all ranks; says whose turn it is.
-            rows: equal on all ranks, at least 1.
+            n_rows: equal on all ranks, at least 1.
             out: int32 [n], where it is written to. A NumPy array on the CPU, where PyTorch's way to an operation
                 costs more than these, else a tensor.
         """
         length = self.history.shape[0]
-        if rows < length:
-            ages = [(generation * rows + i) % length for i in range(rows)]
+        if n_rows < length:
+            ages = [(generation * n_rows + i) % length for i in range(n_rows)]
         else:  # odd numbers only: of what counts twice, a sign would be lost
             ages = [*range(length), length - 1, length - 1]
-        first, *others = self._row_bits(ages)
-        add: Any = torch.add if isinstance(out, torch.Tensor) else np.add
-        add(self._scale_bits, first, out=out)
-        for row in others:
-            add(out, row, out=out)
+        rows = self._row_bits(ages)
+        if isinstance(out, torch.Tensor):  # two launches, however many rows
+            torch.add(self._scale_bits, torch.stack(rows).sum(0, dtype=torch.int32), out=out)
+            return
+        np.add(self._scale_bits, rows[0], out=out)
+        for row in rows[1:]:
+            np.add(out, row, out=out)
 
-    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+    def _row_bits(self, ages: Sequence[int]) -> list[Any]:
         """Rows of `history_rows()`."""
         rows = self.history_rows()
         return [bits_of(rows[age]) for age in ages]
@@ -368,7 +370,7 @@ class AgingState(DelayedState):
         """Whether no amax is inf or NaN, the usual case, which saves work. A GPU is not asked: it would wait."""
         return amax.device.type == "cpu" and (amax.numel() == 0 or float(amax.max()) < math.inf)
 
-    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+    def _row_bits(self, ages: Sequence[int]) -> list[Any]:
         return [self._ring_bits[(self.head + age) % len(self._ring_bits)] for age in ages]
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:
@@ -458,7 +460,7 @@ class HoldingState(AgingState):
 
     _enter_moves_slots = True
 
-    def _row_bits(self, ages: Sequence[int]) -> Sequence[Bits]:
+    def _row_bits(self, ages: Sequence[int]) -> list[Any]:
         return RecipeState._row_bits(self, ages)
 
     def _enter(self, amax: torch.Tensor) -> torch.Tensor:

@@ -492,6 +492,23 @@ def test_a_changed_scale_shows_in_every_digest(rows: int) -> None:
             cell.bitwise_xor_(torch.tensor(-(2**31) if bit == 31 else 1 << bit, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 16])
+@pytest.mark.parametrize("idle", ["age", "hold"])
+def test_digests_as_on_a_gpu_are_those_of_the_cpu(
+    idle: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = DelayedScaling(amax_history_len=4, idle=idle).make_state(3, backward=False)
+    run(state, [[1.0, -1.0, 3.0], [2.5, 7.0, -1.0]] * 3)
+    arrays = state._row_bits([0, 1, 2, 3])
+    expected = [digests_of(state, generation, rows) for generation in range(5)]
+    monkeypatch.setattr(state, "_row_bits", lambda ages: [torch.from_numpy(arrays[age]) for age in ages])
+    monkeypatch.setattr(state, "_scale_bits", state.scale.view(torch.int32))
+    for generation in range(5):
+        out = torch.zeros(3, dtype=torch.int32)
+        state.digests(generation, rows, out)
+        assert out.tolist() == expected[generation]
+
+
 def test_digests_do_not_depend_on_where_the_ring_starts() -> None:
     state = DelayedScaling(amax_history_len=4).make_state(2, backward=False)
     for step in range(6):
