@@ -41,29 +41,26 @@ def examine(new_ranks: int) -> tuple[list[Finding], GroupHealth | None, int]:
 def _examine_launched(
     findings: list[Finding], launcher: str
 ) -> tuple[list[Finding], GroupHealth | None, int]:
-    rank = int(
-        os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-    )
     if any(finding.level is Level.BAD and finding.subject == "mpirun" for finding in findings):
         return findings, None, 0  # each is a world of its own, so each has to say so
     if launcher == "mpi":
         init_process_group_from_mpi()
     else:
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if own_gpu:
-            torch.cuda.set_device(local)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if own_gpu else "gloo")
     try:
+        rank = dist.get_rank()
         if dist.get_world_size() == 1:
             return findings, None, rank
         health = measure()
-        return [*_of_all_ranks(findings), *health.findings()], health, rank
+        return [*of_all_ranks(findings), *health.findings()], health, rank
     finally:
         dist.destroy_process_group()
 
 
-def _of_all_ranks(own: list[Finding]) -> list[Finding]:
+def of_all_ranks(own: list[Finding]) -> list[Finding]:
     """Own findings, and what troubles others that is not among them. A collective."""
     everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from forkpool import run_ranks, values
 from typer.testing import CliRunner
 
 from fp8dist._commands.doctor import doctor_command
@@ -244,6 +245,20 @@ def test_ranks_that_fail_or_hang_are_told_and_none_is_left(
     with pytest.raises(RuntimeError, match=match):
         new_ranks.measure_on_new_ranks(2, limit=1)
     assert [process.poll() is None for process in started] == [False, False]
+
+
+def test_what_troubles_another_rank_is_told_with_its_number_and_once() -> None:
+    def gather(rank: int, world: int) -> list[Finding]:
+        own = [Finding("torch", Level.OK, "2.13.0"), Finding("cores", Level.OK, f"{rank} cores")]
+        if rank > 0:
+            own.append(Finding("FP8 on cuda:0", Level.BAD, "A100 has no FP8 products", "use another"))
+        return run.of_all_ranks(own)
+
+    told = values(run_ranks(gather, world=3, timeout=60))
+    assert told[0] == told[1] == told[2]
+    assert [(finding.subject, finding.level) for finding in told[0]] == [
+        ("torch", Level.OK), ("cores", Level.OK), ("rank 1: FP8 on cuda:0", Level.BAD),
+    ]  # fmt: skip
 
 
 # -- the command -------------------------------------------------------------------------------------------------
