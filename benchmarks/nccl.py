@@ -51,6 +51,9 @@ def measure(n: int, rounds: int, device: torch.device) -> dict[str, float]:
             torch.cuda.synchronize()
 
     coordinator = f8.ReductionGroupCoordinator(f8.DelayedScaling(), name=f"n{n}")
+    # Slots go where the weights are, so there is one.
+    torch.manual_seed(0)
+    weight = f8.Linear(16, 16, coordinator=coordinator, name="a layer", device=device)
     slots = [coordinator.slot(f"layer{i}.{role}") for i in range(n // 2) for role in ("input", "grad_output")]
     coordinator.freeze()
     payload = torch.zeros(coordinator.payload_words, dtype=torch.int32, device=device)
@@ -72,6 +75,7 @@ def measure(n: int, rounds: int, device: torch.device) -> dict[str, float]:
                 finish()
                 done += time.perf_counter() - start
             times[name].append((returned, done))
+    assert weight.slots is not None and weight.slots.input.amax.device == device
     coordinator.close()
     medians: dict[str, float] = {"slots": n, "words": payload.numel()}
     for name, pairs in times.items():

@@ -80,6 +80,7 @@ class UpdateProtocol:
         self._last_exit = time.monotonic()
         self._broken: BaseException | None = None
         self._pending: Work | None = None
+        self._sent: list[int] = []  # the plain header of the last reduction, as this rank wrote it
         self.flight_dir = flight_dir
         self.flight = FlightRecorder(
             _recorder_name(name, transport), transport.rank, len(transport.global_ranks)
@@ -199,7 +200,7 @@ class UpdateProtocol:
         """Prepare (one MAX, started here unless it is under way), then commit or abort."""
         with phase("fp8dist::reduce"):
             self._wait(self._start(step) if work is None else work, step.tag)
-            verdict = decode(self._table.header.tolist(), len(self._transport.global_ranks))
+            verdict = self._verdict()
         self._judge(verdict, step)
         self._scope.committed()
         if verdict.abandoned_rank is not None:
@@ -219,6 +220,11 @@ class UpdateProtocol:
         self.flight.record(
             "commit", self._serial, step.tag, generation=self._generation, wait_s=self._last_wait
         )
+
+    def _verdict(self) -> Verdict:
+        world = len(self._transport.global_ranks)
+        # What a rank alone says is known here; a GPU would only get to it when it has done the whole step.
+        return decode(self._sent if world == 1 else self._table.read_header(), world)
 
     def _header(self, step: Step, *, failed: bool = False) -> Header:
         return Header(
@@ -241,7 +247,8 @@ class UpdateProtocol:
             with contextlib.suppress(TransportError):  # the reduction itself needs no store
                 self._notes.look(self._serial)  # peers that waited for this rank may have given up
         header = self._header(step)
-        self._table.fill_header(encode(header), compare=self._reduces_amaxes)
+        self._sent = encode(header)
+        self._table.fill_header(self._sent, compare=self._reduces_amaxes)
         self._stall.progress.publish("exit", self._serial, step.tag, step.place)
         self.flight.record("enter", self._serial, step.tag, **self._flight_header(header))
         work = self._transport.start_max(self._payload)

@@ -361,6 +361,9 @@ class AgingState(DelayedState):
             most_recent=self.recipe.amax_compute_algo == "most_recent",
             reset=False,
         )
+        # A kernel's writes are unknown to autograd, which shall notice an update between a forward and its backward.
+        for tensor in (self.scale, self.scale_inv):
+            torch.autograd.graph.increment_version(tensor)
         self.head = (self.head + 1) % self.history.shape[0]
         if warm is not None:
             self.warm.copy_(warm)

@@ -15,6 +15,7 @@ import torch
 from ._amax import ABSENT
 from ._digests import ClassDigests, DeviceDigests, HostDigests
 from ._header import INT32_MIN, Part, header_words
+from ._host_words import HostWords
 from ._layout import EMPTY, Layout, is_backward
 from ._recipe_state import RecipeState
 from ._scope import ScopeState
@@ -105,8 +106,7 @@ class SlotTable:
         # Views made once: slicing costs as much as the copies that go through them.
         n_plain = header_words(0) if n_header else 0
         self.plain, self.compared = self.words[:n_plain], self.words[n_plain:n_header]
-        self._host = torch.zeros(n_plain, dtype=torch.int32)
-        self._host_array = self._host.numpy()
+        self._host = HostWords(self.device, n_plain, n_header)
         self.reset_row()
 
     def fill_header(self, plain: Sequence[int], *, compare: bool) -> None:
@@ -116,13 +116,16 @@ class SlotTable:
             plain: flags and fields, `header_words(0)` int32 values.
             compare: send the scale digests; otherwise neutral words.
         """
-        self._host_array[:] = plain
-        self.plain.copy_(self._host)
+        self._host.write(plain, self.plain)
         if compare:
             assert self.digests is not None
             self.compared.copy_(self.digests.words)
         else:
             self.compared.fill_(INT32_MIN)
+
+    def read_header(self) -> list[int]:
+        """The header's words, once a reduction over more than this rank has ended."""
+        return self._host.read(self.header)
 
     def reset_row(self, part: Part = Part.BOTH) -> None:
         """Forget what was recorded."""

@@ -56,6 +56,8 @@ def quantize(
     record: bool,
     amax: torch.Tensor | None = None,
     layout: int = Layout.ROWS,
+    *,
+    share: bool = False,
 ) -> Quantized:
     """Quantize a tensor with its slot's scale; a cold slot scales by the tensor's own amax.
 
@@ -67,16 +69,19 @@ def quantize(
         record: raise the slot's amax (and cast counts) by this tensor. An empty tensor records nothing.
         amax: float32 [1] that takes the amax instead of `slot.amax`.
         layout: what products will want of it; more than rows only of matrices.
+        share: the result is used before the next update, or saved where autograd notices that one came between: so
+            its `scale_inv` may be the slot's own.
 
     Raises:
         ValueError: another dtype, or the slot lies on another device than `x`.
     """
-    scale, warm, cell, casts = prepare(x, slot, record, amax)
-    if runs_kernels(x) and casts is None and x.dim() == 2:
+    scale, warm, cell, casts, inverse = prepare(x, slot, record, amax)
+    if casts is None and runs_kernels(x) and x.dim() == 2:
         # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
         data, transposed, scale_inv = _quantize_by_kernel(
-            x, scale, warm, cell if record else None, slot.scaled_max, slot.dtype, layout
-        )
+            x, scale, warm, cell if record else None, slot.scaled_max, slot.dtype, layout,
+            inverse if share else None,
+        )  # fmt: skip
         columns = None if transposed is None else transposed.t()
         if data is None:
             assert columns is not None
@@ -98,6 +103,8 @@ class Cast(NamedTuple):
     warm: torch.Tensor
     amax: torch.Tensor
     casts: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+    """The slot's own inverse, where the scale is the slot's and known, and an update would be noticed."""
 
 
 def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None = None) -> Cast:
@@ -116,10 +123,11 @@ def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None
             slot.scope.settle()
         if record:
             slot.scope.record()
-    scale, warm = slot.scale, slot.warm
+    scale, warm, inverse = slot.scale, slot.warm, slot.scale_inv if record and slot.scope.guarded else None
     if slot.scope.tape is not None and not slot.backward:
         scale, warm = slot.scope.tape.play(scale, warm)
-    return Cast(scale, warm, slot.amax if amax is None else amax, slot.casts if record else None)
+        inverse = None
+    return Cast(scale, warm, slot.amax if amax is None else amax, slot.casts if record else None, inverse)
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
@@ -189,12 +197,13 @@ def _quantize_by_kernel(
     scaled_max: float,
     dtype: torch.dtype,
     layout: int,
+    inverse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Rows, transposed and scale_inv, in one pass; an amax of None is not recorded."""
     from .triton import cast
 
     if not warm and x.numel() > 0:
-        scale = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max)
+        scale, inverse = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max), None
     return cast(
         x,
         scale,
@@ -203,6 +212,7 @@ def _quantize_by_kernel(
         FP8_MAX[dtype],
         transpose=layout & Layout.COLUMNS != 0,
         keep=layout & Layout.ROWS != 0,
+        scale_inv=inverse,
     )
 
 

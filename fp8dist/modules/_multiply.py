@@ -43,7 +43,7 @@ def multiply(
     """
     record = training and slots.input.scope.recording
     tokens = rows(x)
-    xq = quantize(tokens, slots.input, record, layout=layout_of(rows=True, columns=needs_dw))
+    xq = quantize(tokens, slots.input, record, layout=layout_of(rows=True, columns=needs_dw), share=True)
     wq = quantize_weight(weight, slots.weight, record, layout_of(rows=True, columns=needs_dx))
     y = forward_product(xq, wq, bias, x.shape, out_dtype)
     out_features, in_features = weight.shape
@@ -82,7 +82,7 @@ def gradients(
     x_data, x_scale_inv, w_data, w_scale_inv = saved
     layout = layout_of(rows=w_data is not None, columns=x_data is not None)
     record = training and slots.grad_output.scope.recording
-    gq = quantize(rows(dy), slots.grad_output, record, layout=layout)
+    gq = quantize(rows(dy), slots.grad_output, record, layout=layout, share=True)
     dx = dw = None
     if w_data is not None and w_scale_inv is not None:
         shape = torch.Size((*dy.shape[:-1], w_data.shape[1]))

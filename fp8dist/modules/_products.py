@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .._amax import ABSENT, record_amax
 from .._slots import Slot
 from ..kernels.gemm import dequantize, scaled_mm, supported
 from ..kernels.quantize import FP8_MAX, Layout, Quantized, prepare, quantize, runs_kernels
@@ -46,7 +45,9 @@ def forward_product(
     xq: Quantized, wq: Quantized, bias: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
     """`xq @ wq.T + bias`, with the leading dimensions of `shape`, the input's."""
-    y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, dtype, bias)
+    y = scaled_mm(xq.data, wq.data.t(), xq.scale_inv, wq.scale_inv, dtype, bias, fast=True)
+    if len(shape) == 2:
+        return y
     # Not `reshape`: an autograd.Function that returns a view forbids in-place activations behind the layer.
     result: torch.Tensor = torch.ops.aten._unsafe_view.default(y, (*shape[:-1], wq.data.shape[0]))
     return result
@@ -54,7 +55,8 @@ def forward_product(
 
 def dgrad(gq: Quantized, wq: Quantized, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """`gq @ wq`, in the input's shape; `wq` as `for_gradients` gave it."""
-    return scaled_mm(gq.data, wq.data, gq.scale_inv, wq.scale_inv, dtype).reshape(shape)
+    dx = scaled_mm(gq.data, wq.data, gq.scale_inv, wq.scale_inv, dtype)
+    return dx if len(shape) == 2 else dx.reshape(shape)
 
 
 def wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -70,19 +72,31 @@ def wgrad(gq: Quantized, xq: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """[..., features] as a matrix of one token per row."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def quantize_gradient(dy: torch.Tensor, slot: Slot, training: bool, layout: int = Layout.BOTH) -> Quantized:
-    """Quantize the gradient of an output [..., out_features] as a matrix, and ask for an update."""
+def quantize_gradient(
+    dy: torch.Tensor, slot: Slot, training: bool, layout: int = Layout.BOTH, *, share: bool = False
+) -> Quantized:
+    """Quantize the gradient of an output [..., out_features] as a matrix, and ask for an update.
+
+    `share` as for `quantize`.
+    """
     # A compiled backward cannot set a flag on an object; the scope's exit commits without it, too.
     if training and not torch.compiler.is_compiling():
         slot.request()
-    return quantize(rows(dy), slot, training and slot.scope.recording, layout=layout)
+    return quantize(rows(dy), slot, training and slot.scope.recording, layout=layout, share=share)
 
 
 def quantize_gradient_and_bias(
-    dy: torch.Tensor, slot: Slot, training: bool, *, rows_wanted: bool, columns: bool, db: bool
+    dy: torch.Tensor,
+    slot: Slot,
+    training: bool,
+    *,
+    rows_wanted: bool,
+    columns: bool,
+    db: bool,
+    share: bool = False,
 ) -> tuple[Quantized, torch.Tensor | None]:
     """`quantize_gradient`, and the gradient of the bias: the sum over the tokens before they are quantized.
 
@@ -93,10 +107,11 @@ def quantize_gradient_and_bias(
         rows_wanted: for the gradient of the input.
         columns: for that of the weight.
         db: whether the sum is wanted.
+        share: see `quantize`.
     """
     layout = layout_of(rows=rows_wanted, columns=columns)
     if not (db and runs_kernels(dy) and bool(slot.warm) and slot.casts is None):
-        return quantize_gradient(dy, slot, training, layout), dy.sum(0) if db else None
+        return quantize_gradient(dy, slot, training, layout, share=share), dy.sum(0) if db else None
     from ..kernels.triton import cast_gradient
 
     if training:
@@ -111,6 +126,7 @@ def quantize_gradient_and_bias(
         FP8_MAX[slot.dtype],
         transpose=bool(layout & Layout.COLUMNS),
         keep=bool(layout & Layout.ROWS),
+        scale_inv=cast.scale_inv if share else None,
         want_db=True,
         db_dtype=dy.dtype,
     )
@@ -133,7 +149,7 @@ class KeptWeight(NamedTuple):
         assert self.data is not None
         if self.scale_inv is not None:
             return Quantized(self.data, self.scale_inv)
-        again = quantize(self.data.detach(), slot, False, layout=Layout.COLUMNS)
+        again = quantize(self.data, slot, False, layout=Layout.COLUMNS)
         return Quantized(*again.for_gradients())
 
 
@@ -151,7 +167,7 @@ def keep_weight(
         wq = quantize_weight(weight, slot, record, layout_of(rows=True, columns=needs_dx))
         return wq, KeptWeight(*wq.for_gradients()) if needs_dx else KeptWeight(None, None)
     slot.scope.used(slot.name)
-    wq = quantize(weight, slot, record)
+    wq = quantize(weight, slot, record, share=True)  # of this forward only: the backward quantizes again
     return wq, KeptWeight(weight, None) if needs_dx else KeptWeight(None, None)
 
 
@@ -177,14 +193,14 @@ class _CachedWeight:
     weight: torch.Tensor
     version: int
     quantized: Quantized
-    amax: torch.Tensor
 
 
 def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool, layout: int = Layout.BOTH) -> Quantized:
-    """Quantize a weight, once per scope; every use in a recording scope records its amax.
+    """Quantize a weight, once per scope.
 
-    A version counter proves nothing across steps (FSDP2 and `.data.copy_` write without it), and an
-    inference tensor has none: so only a recording scope has a cache.
+    Later uses need not record it again: what was recorded stays until the scope commits. A version counter proves
+    nothing across steps (FSDP2 and `.data.copy_` write without it), and an inference tensor has none: so only a
+    recording scope has a cache.
     """
     if isinstance(weight, GatheredWeight):
         return weight.use(slot, record)
@@ -199,9 +215,8 @@ def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool, layout: int 
         or entry.version != weight._version
         or (layout & Layout.COLUMNS and entry.quantized.columns is None and weight.is_cuda)
     ):
-        amax = torch.full_like(slot.amax, ABSENT)
-        quantized = quantize(weight, slot, record, amax=amax, layout=layout)
-        entry = _CachedWeight(scope.serial, weight, weight._version, quantized, amax)
+        # Whoever uses it in a backward has saved it there, so an update in between is noticed.
+        quantized = quantize(weight, slot, record, layout=layout, share=True)
+        entry = _CachedWeight(scope.serial, weight, weight._version, quantized)
         scope.weight_cache[slot.name] = entry
-    record_amax(slot.amax, entry.amax)
     return entry.quantized

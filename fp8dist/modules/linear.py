@@ -304,7 +304,9 @@ class _LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         record = training and slots.input.scope.recording
         needs_dx, needs_dw, ctx.needs_db = ctx.needs_input_grad[:3]
-        xq = quantize(rows(x), slots.input, record, layout=layout_of(rows=True, columns=needs_dw))
+        xq = quantize(
+            rows(x), slots.input, record, layout=layout_of(rows=True, columns=needs_dw), share=sink is None
+        )
         wq, kept_weight = keep_weight(weight, slots.weight, record, needs_dx)
         y = forward_product(xq, wq, bias, x.shape, output.dtype)
         ctx.save_for_backward(
@@ -328,6 +330,7 @@ class _LinearFunction(torch.autograd.Function):
             rows_wanted=w_data is not None,
             columns=x_data is not None,
             db=ctx.needs_db,
+            share=ctx.sink is None,
         )
         dx = dw = None
         if w_data is not None:

@@ -208,3 +208,91 @@ def test_an_amax_of_another_device_is_refused() -> None:
     for text in values(run_ranks(run, world=WORLD, timeout=90)):
         assert "lives on cuda" in text
         assert "cpu" in text
+
+
+def test_steps_that_overlap_the_optimizer_commit_the_bits_of_steps_that_wait() -> None:
+    def run(rank: int, world: int) -> Any:
+        runs = []
+        for overlap in (False, True):
+            model, coordinator, _ = on_gpu(rank, name=f"overlap {overlap}")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            coordinator.freeze()
+            before = coordinator.stats.collectives
+            for step in range(8):
+                optimizer.zero_grad()
+                with coordinator.step(step, overlap=overlap) as scope:
+                    work(model, 1.0 + step * (1 + rank))
+                    if step == 5 and rank == 1:
+                        scope.abort()
+                optimizer.step()
+            coordinator.settle()
+            counts = coordinator.stats.collectives - before, coordinator.stats.commits
+            runs.append(
+                (frozen(coordinator), counts, [p.flatten()[:64].tolist() for p in model.parameters()])
+            )
+            coordinator.close()
+        return runs
+
+    for waiting, overlapping in values(run_ranks(run, world=WORLD, timeout=90)):
+        assert waiting == overlapping
+        assert waiting[1] == (8, 7)
+
+
+def test_with_overlap_a_raising_rank_is_told_at_the_next_entry_and_both_go_on() -> None:
+    def run(rank: int, world: int) -> Any:
+        model, coordinator, _ = on_gpu(rank)
+        with coordinator.step(0, overlap=True):
+            work(model, 1.0)
+        coordinator.settle()
+        before = frozen(coordinator)
+        told = ""
+        try:
+            with coordinator.step(1, overlap=True):
+                work(model, 9.0)
+                if rank == 1:
+                    raise ArithmeticError("bad batch")
+            model[0].weight.detach().mul_(1.0)  # the optimizer
+            with coordinator.step(2, overlap=True):
+                work(model, 9.0)
+        except (ArithmeticError, f8.PeerAborted) as error:
+            told = str(error)
+        coordinator.recover()
+        after = frozen(coordinator)
+        for step in (1, 2):
+            with coordinator.step(step, overlap=True):
+                work(model, 2.0)
+        digest = coordinator.digest()
+        coordinator.close()
+        return told, before == after, digest
+
+    ended = values(run_ranks(run, world=WORLD, timeout=90))
+    assert "rank 1 left step 1" in ended[0][0]
+    assert "bad batch" in ended[0][0]
+    assert all(same for _, same, _ in ended)
+    assert ended[0][2] == ended[1][2]
+
+
+def test_with_overlap_a_rank_that_never_enters_is_named_at_the_next_entry() -> None:
+    def run(rank: int, world: int) -> Any:
+        model, coordinator, _ = on_gpu(rank, timeout=1.5, stall_warning=None)
+        with coordinator.step(0):
+            work(model, 1.0)
+        end = None
+        if rank == 1:
+            time.sleep(4.0)
+        else:
+            with coordinator.step(1, overlap=True):
+                work(model, 9.0)
+            end = attempt(coordinator, lambda: coordinator.step(2).__enter__())
+        coordinator._timeout = 20.0
+        coordinator.recover()
+        with coordinator.step(1, overlap=True):
+            work(model, 3.0)
+        digest = coordinator.digest()
+        coordinator.close()
+        return end, digest
+
+    (end, digest), (_, other) = values(run_ranks(run, world=WORLD, timeout=100))
+    assert end.error == "CollectiveTimeout"
+    assert end.missing == (1,)
+    assert digest == other

@@ -62,27 +62,22 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         device = first.get_device()
-        key: list[Any] = [device, num_warps, constants]
-        addresses: list[int | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                addresses.append(None)
-                key.append(None)
-            else:
-                address = tensor.data_ptr()
-                addresses.append(address)
-                key.append(tensor.dtype if address % VECTOR == 0 else (tensor.dtype, "unaligned"))
-        binary = self._binaries.get(tuple(key))
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        key = (
+            device,
+            num_warps,
+            constants,
+            *[None if tensor is None else tensor.dtype for tensor in tensors],
+            *[address is not None and address % VECTOR == 0 for address in addresses],
+        )
+        binary = self._binaries.get(key)
         if binary is None:
-            binary = self._compiled(device, grid, (*tensors, *integers, *constants), num_warps)
-            self._binaries[tuple(key)] = binary
+            self._binaries[key] = self._compiled(device, grid, (*tensors, *integers, *constants), num_warps)
         elif device == driver.active.get_current_device():
-            stream = driver.active.get_current_stream(device)
-            _run(binary, grid, stream, (*addresses, *integers, *constants))
+            _run(binary, grid, device, (*addresses, *integers, *constants))
         else:
             with torch.cuda.device(device):
-                stream = driver.active.get_current_stream(device)
-                _run(binary, grid, stream, (*addresses, *integers, *constants))
+                _run(binary, grid, device, (*addresses, *integers, *constants))
 
     def _compiled(self, device: int, grid: tuple[int, int, int], arguments: Any, num_warps: int) -> Any:
         if device < 0:  # Triton's interpreter runs on the CPU, and has no binaries
@@ -91,8 +86,9 @@ class Launcher:
             return self._kernel[grid](*arguments, num_warps=num_warps)
 
 
-def _run(binary: Any, grid: tuple[int, int, int], stream: int, arguments: tuple[Any, ...]) -> None:
+def _run(binary: Any, grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]) -> None:
     # As `JITFunction.run` ends, without its launch hooks (only profilers set them).
+    stream = driver.active.get_current_stream(device)
     binary.run(*grid, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
 
 

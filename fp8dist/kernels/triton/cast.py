@@ -89,6 +89,7 @@ def cast(
     fp8_max: float,
     transpose: bool,
     keep: bool = True,
+    scale_inv: torch.Tensor | None = None,
 ) -> Cast:
     """Cast a matrix to FP8, and read its amax, in one pass.
 
@@ -101,13 +102,14 @@ def cast(
         fp8_max: its largest value; what is above saturates.
         transpose: write `data_t`.
         keep: write `data`.
+        scale_inv: float32 [1], the scale's inverse where it is known; None: it is computed.
     """
     if not row_major(x):
         if row_major(x.t()):
-            flipped = cast(x.t(), scale, amax, dtype, fp8_max, keep, transpose)
+            flipped = cast(x.t(), scale, amax, dtype, fp8_max, keep, transpose, scale_inv)
             return Cast(flipped.data_t, flipped.data, flipped.scale_inv)
         x = x.contiguous()
-    return _cast_rows(x, scale, amax, dtype, fp8_max, transpose, keep, None)
+    return _cast_rows(x, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, None)
 
 
 def cast_gradient(
@@ -118,6 +120,7 @@ def cast_gradient(
     fp8_max: float,
     transpose: bool,
     keep: bool = True,
+    scale_inv: torch.Tensor | None = None,
     want_db: bool = False,
     db_dtype: torch.dtype = torch.float32,
 ) -> tuple[Cast, torch.Tensor | None]:
@@ -131,6 +134,7 @@ def cast_gradient(
         fp8_max: see `cast`.
         transpose: see `cast`.
         keep: see `cast`.
+        scale_inv: see `cast`.
         want_db: sum over the rows.
         db_dtype: of that sum, which is taken in float32, in an order that depends on the shape only.
 
@@ -138,12 +142,12 @@ def cast_gradient(
         The casts, and `db_dtype` [K] or None.
     """
     if not want_db:
-        return cast(dy, scale, amax, dtype, fp8_max, transpose, keep), None
+        return cast(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv), None
     dy = dy if row_major(dy) else dy.contiguous()
     partial = torch.empty(
         (blocks(dy.shape[0], SUM_TILE[0]), dy.shape[1]), dtype=torch.float32, device=dy.device
     )
-    result = _cast_rows(dy, scale, amax, dtype, fp8_max, transpose, keep, partial)
+    result = _cast_rows(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, partial)
     return result, add_partials(partial, db_dtype)
 
 
@@ -155,19 +159,22 @@ def _cast_rows(
     fp8_max: float,
     transpose: bool,
     keep: bool,
+    scale_inv: torch.Tensor | None,
     partial: torch.Tensor | None,
 ) -> Cast:
     m, k = x.shape
-    result = new_cast(m, k, scale, dtype, fp8_max, transpose, keep)
+    result = new_cast(m, k, scale, dtype, fp8_max, transpose, keep, scale_inv)
+    wanted = result.scale_inv if scale_inv is None else None
     if m * k == 0:
-        torch.reciprocal(scale, out=result.scale_inv)
+        if wanted is not None:
+            torch.reciprocal(scale, out=wanted)
         return result
     stride = x.stride(0)
     m_unit, k_unit = unit_of(m), unit_of(k, stride)
     bm, bk, owned, warps = TILE if partial is None else SUM_TILE
     _launch_cast(
         (blocks(m, bm) * blocks(k, bk), 1, 1),
-        (x, result.data, result.data_t, partial, scale, result.scale_inv, amax),
+        (x, result.data, result.data_t, partial, scale, wanted, amax),
         (m // m_unit, k // k_unit, stride // k_unit),
         (m_unit, k_unit, bm, bk, owned),
         warps,
@@ -176,16 +183,23 @@ def _cast_rows(
 
 
 def new_cast(
-    m: int, k: int, scale: torch.Tensor, dtype: torch.dtype, fp8_max: float, transpose: bool, keep: bool
+    m: int,
+    k: int,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    transpose: bool,
+    keep: bool,
+    scale_inv: torch.Tensor | None = None,
 ) -> Cast:
-    """Memory for the casts of an [m, k] matrix."""
+    """Memory for the casts of an [m, k] matrix, and of the scale's inverse if it is not known."""
     assert fp8_max == FP8_MAX[dtype], (fp8_max, dtype)
     assert m < 2**24, m  # offsets within a tile of the transposed copy fit 32 bits
     device = scale.device
     return Cast(
         torch.empty(m, k, dtype=dtype, device=device) if keep else None,
         torch.empty(k, m, dtype=dtype, device=device) if transpose else None,
-        torch.empty_like(scale),
+        torch.empty(1, device=device) if scale_inv is None else scale_inv,
     )
 
 
