@@ -160,7 +160,8 @@ class SlotTable:
         self._whole_row = n == len(layout.names)
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._scale = torch.ones(n, device=device)
-        self._scale_inv = torch.ones(n, device=device)
+        # A product on a GPU takes the address of a scale only if it is a multiple of 16 bytes.
+        self._scale_inv = torch.ones(4 * n, device=device)[::4] if device.type == "cuda" else torch.ones(n)
         self._warm = torch.zeros(n, dtype=torch.bool)
         self._states = []
         for backward, part in ((False, slice(0, n_forward)), (True, slice(n_forward, n))):

@@ -26,7 +26,7 @@ from ..coordinator import ReductionGroupCoordinator
 from ..errors import ScopeError
 from ._advice import Adviser
 from ._record import VERSION, Record, Sink, check_positive_int, plain, recipe_as_plain
-from ._sampling import NEVER, Columns, Sightings, Transfer
+from ._sampling import NEVER, Columns, Landing, Sightings, Transfer
 
 logger = logging.getLogger("fp8dist")
 
@@ -91,6 +91,7 @@ class Monitor:
         self._rank, self._world = coordinator.place
         self._calls = 0
         self._seen = Sightings()
+        self._landing = Landing()
         self._wait_before = (0.0, 0)
         self._armed: Readings | None = None
         self._pending: _Sample | None = None
@@ -192,7 +193,7 @@ class Monitor:
             wait=wait / commits if commits else None,
             numbers={key: None if key in on_device else _number(x) for key, x in given.items()},
             on_device=list(on_device),
-            transfer=Transfer.start(before, after, self._seen, list(on_device.values())),
+            transfer=Transfer.start(before, after, self._seen, list(on_device.values()), self._landing),
         )
         self._deliver(wait=False)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from ._json_lines import PATTERN
-from ._record import VERSION, Record
+from ._lines import Records
+from ._record import Record
 
 # When a rank counts as the one the others wait for.
 FEWEST_SAMPLES = 5
@@ -98,73 +97,17 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _read_rank(rank: int, path: Path) -> tuple[RankRun, int]:
-    run, skipped = RankRun(rank), 0
-    slots: list[str] = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            record = _parse(line)
-            kind = None if record is None else record["kind"]
-            if record is None or (kind != "start" and not run.starts):
-                skipped += 1
-            elif kind == "start":
-                if record["version"] != VERSION:
-                    raise ValueError(
-                        f"{path} expects version {VERSION} but got {record['version']!r}; read it with the release "
-                        "that wrote it"
-                    )
-                run.starts.append(record)
-                slots = record["slots"]
-            elif kind == "warning":
-                run.warnings.append(record)
-            elif len(record["scale"]) != len(slots):
-                skipped += 1
-            else:
-                run.samples[record["step"]] = record
-                run.slots_of[record["step"]] = slots
+    run, records = RankRun(rank), Records(path)
+    for record in records:
+        if record["kind"] == "start":
+            run.starts.append(record)
+        elif record["kind"] == "warning":
+            run.warnings.append(record)
+        else:
+            run.samples[record["step"]] = record
+            run.slots_of[record["step"]] = run.starts[-1]["slots"]
     run.samples = dict(sorted(run.samples.items()))
-    return run, skipped
-
-
-_NUMBER = (int, float)
-_IN_COLUMNS = {int, float, type(None)}
-_FIELDS: dict[str, dict[str, Any]] = {
-    "start": {"version": int, "rank": int, "world": int, "slots": list},
-    "sample": {
-        "step": int, "time": _NUMBER, "rank": int, "commits": int, "aborts": int, "wait_s": (*_NUMBER, type(None)),
-        "scale": list,
-    },
-    "warning": {"step": int, "rank": int, "what": str, "message": str},
-}  # fmt: skip
-_LISTS = ("scale", "amax", "headroom", "saturated", "flushed", "stale")
-
-
-def _parse(line: str) -> Record | None:
-    """A line as a record, or None if it is none."""
-    try:
-        record = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    fields = _FIELDS.get(str(record.get("kind")))
-    if fields is None or not all(isinstance(record.get(name), kinds) for name, kinds in fields.items()):
-        return None
-    if record["kind"] == "start" and not all(isinstance(name, str) for name in record["slots"]):
-        return None
-    if record["kind"] == "sample":
-        columns = (record.get(name) for name in _LISTS)
-        if not all(values is None or _is_column(values, len(record["scale"])) for values in columns):
-            return None
-    return record
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _is_column(values: object, n: int) -> bool:
-    # isinstance takes too long for so many.
-    return isinstance(values, list) and len(values) == n and {type(v) for v in values} <= _IN_COLUMNS
+    return run, records.skipped + records.empty
 
 
 def _always_last(ranks: dict[int, RankRun]) -> Record | None:

@@ -68,7 +68,8 @@ class Sightings:
         self._lay_out(names, device)
         pairs = [(i, before[name]) for i, name in enumerate(names) if name in before]
         if pairs:
-            to, source = torch.tensor(pairs, device=device).unbind(1)
+            # Not made on the device, which would wait for it.
+            to, source = torch.tensor(pairs).to(device, non_blocking=True).unbind(1)
             self.newest[to] = newest[source]
             self.stale[to] = stale[source]
         self.names = names
@@ -105,7 +106,10 @@ class Columns(NamedTuple):
 def flatten(
     before: Readings, after: Readings, seen: Sightings, scalars: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """All that a sample needs as one float64 vector on the slots' device; see `Transfer.start`. Waits for no GPU."""
+    """All that a sample needs as one float64 vector; see `Transfer.start`. Waits for no GPU.
+
+    It lies on the device of the scalars, if there are any, and of the slots otherwise.
+    """
     n, device = len(after.names), before.scale.device
     newest, stale = seen.newest, seen.stale
     if seen.names is not after.names:  # no commit yet
@@ -113,10 +117,39 @@ def flatten(
     columns = [before.scale, newest, stale, after.nonfinite]
     if after.casts is not None:
         columns.extend(after.casts.unbind(1))
+    # A rank without slots keeps its empty columns on the CPU, and its loss may be on a GPU all the same.
+    target = scalars[0].device if scalars else device
     # Exact: float32, and integers below 2**53.
-    parts = [c.to(device, torch.float64) for c in columns]
-    parts.extend(s.detach().reshape(1).to(device, torch.float64) for s in scalars)
+    parts = [c.to(target, torch.float64, non_blocking=True) for c in columns]
+    parts.extend(s.detach().reshape(1).to(target, torch.float64) for s in scalars)
     return torch.cat(parts)
+
+
+class Landing:
+    """The place on the host where samples land, one after the other. The next one overwrites the one before."""
+
+    def __init__(self) -> None:
+        # Kept from sample to sample: to pin memory, and to give it back, can wait for the GPU.
+        self._pinned = torch.empty(0, dtype=torch.float64)
+
+    def receive(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Begin to copy a vector to the host.
+
+        Args:
+            flat: float64 [k].
+
+        Returns:
+            Where it lands, and what tells that it has; None: it is there already.
+        """
+        if flat.device.type != "cuda":
+            return flat.cpu(), None
+        if len(self._pinned) < len(flat):
+            self._pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host = self._pinned[: len(flat)]
+        host.copy_(flat, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(flat.device))
+        return host, done
 
 
 @dataclass
@@ -133,7 +166,12 @@ class Transfer:
 
     @classmethod
     def start(
-        cls, before: Readings, after: Readings, seen: Sightings, scalars: Sequence[torch.Tensor]
+        cls,
+        before: Readings,
+        after: Readings,
+        seen: Sightings,
+        scalars: Sequence[torch.Tensor],
+        landing: Landing,
     ) -> Transfer:
         """Begin to copy.
 
@@ -141,18 +179,10 @@ class Transfer:
             before: of the moment before the sampled step.
             after: of now; the same slots.
             seen: the commits until now.
-            scalars: one element each.
+            scalars: one element each, on GPUs.
+            landing: no other sample is on its way there.
         """
-        flat = flatten(before, after, seen, scalars)
-        device = flat.device
-        done = None
-        if device.type == "cuda":
-            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            host.copy_(flat, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(device))
-        else:
-            host = flat.cpu()
+        host, done = landing.receive(flatten(before, after, seen, scalars))
         return cls(host, done, before.warm, len(after.names), after.casts is not None)
 
     def ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads what a run has left in its directory. Bad lines are skipped and counted; nothing here needs torch."""
+"""Reads what a run has left in its directory. Bad lines are skipped and counted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from .._flight import PATTERN, Dump, read_dump
+from ..monitor._json_lines import PATTERN as MONITOR
+from ..monitor._lines import Lines, Records, UnknownVersion, whole
+from ..monitor._record import VERSION, Record
 from ._series import RECENT, Columns, Floats, Indices, RankSeries, SlotSeries, SlotValues, Warned
-
-MONITOR = "monitor-rank*.jsonl"
-VERSION = 1
-LARGEST = 2**53  # beyond it a float cannot hold a whole number, and no run gets there
 
 # A sample's step without parsing its line, which may hold 100 000 slots.
 _STEP = re.compile(rb'"sample".{0,40}"step":\s*(\d{1,15})\b')
@@ -89,51 +88,18 @@ def _guarded(run: Run, path: Path, read: Any) -> None:
     except OSError as error:
         run.remarks.append(f"{path.name} cannot be read: {error.strerror or error}")
     except UnknownVersion as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(
+            f"{path}: expected version {VERSION} but got {str(error.version)[:40]!r}; "
+            "make the report with the fp8dist that wrote it"
+        ) from None
 
 
-# -- lines ------------------------------------------------------------------------------------------------
-
-
-class Lines:
-    """The JSON objects of a file, one a line; what is none is skipped and counted.
-
-    Attributes:
-        good: lines that were given out and not rejected.
-        skipped: the others, but for empty ones.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.good = 0
-        self.skipped = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb") as file:
-            for line in file:
-                if not line.strip():
-                    continue
-                try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError):
-                    value = None
-                self.good += 1
-                if isinstance(value, dict):
-                    yield value
-                else:
-                    self.reject()
-
-    def reject(self) -> None:
-        """The line given out last is of no use."""
-        self.good -= 1
-        self.skipped += 1
-
-    def conclude(self, run: Run) -> None:
-        """Say what the file gave."""
-        if self.good:
-            run.found.append(self.path.name)
-        if self.skipped:
-            run.remarks.append(f"{self.path.name}: {self.skipped} damaged or unknown lines were skipped")
+def _conclude(run: Run, lines: Lines) -> None:
+    """Say what a file of lines gave."""
+    if lines.good:
+        run.found.append(lines.path.name)
+    if lines.skipped:
+        run.remarks.append(f"{lines.path.name}: {lines.skipped} damaged or unknown lines were skipped")
 
 
 def _announced_steps(files: list[Path]) -> Iterator[int]:
@@ -147,18 +113,6 @@ def _announced_steps(files: list[Path]) -> Iterator[int]:
             continue  # the reader proper makes a remark
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
-        raise ValueError("a whole number is expected")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a string is expected")
-    return value
-
-
 def number(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
@@ -170,101 +124,81 @@ def number(value: Any) -> float | None:
 
 
 def _read_monitor(run: Run, path: Path) -> None:
-    lines = Lines(path)
+    records = Records(path)
     rank: RankSeries | None = None
     slots: Indices = np.zeros(0, dtype=np.intp)
     recent: deque[SlotValues] = deque(maxlen=RECENT)
-    for line in lines:
-        kind = line.get("kind")
-        try:
-            if kind == "start":
-                rank = _start(run, path, line)
-                slots = run.slots.positions([_text(name) for name in line["slots"]])
-            elif kind == "sample" and rank is not None:
-                values = _slot_values(line, slots)
-                _sample(run, rank, line)
-                run.slots.add(values)
-                recent.append(values)
-            elif kind == "warning":
-                _warning(run, line)
-            else:
-                lines.reject()
-        except (KeyError, TypeError, ValueError, OverflowError):
-            lines.reject()
+    for record in records:
+        if record["kind"] == "start":
+            rank, slots = _start(run, record), run.slots.positions(record["slots"])
+        elif record["kind"] == "warning":
+            _warning(run, record)
+        else:
+            assert rank is not None
+            try:
+                values = _slot_values(record, slots)
+            except OverflowError:  # an integer that no float holds
+                records.reject()
+                continue
+            _sample(run, rank, record)
+            run.slots.add(values)
+            recent.append(values)
     if rank is not None:
         run.slots.end_of_rank(rank.rank, recent)
-    lines.conclude(run)
+    _conclude(run, records)
 
 
-class UnknownVersion(Exception):
-    """A file of another release: to read it anyway would show wrong figures."""
-
-
-def _start(run: Run, path: Path, line: dict[str, Any]) -> RankSeries:
-    if line.get("version") != VERSION:
-        raise UnknownVersion(
-            f"{path}: expected version {VERSION} but got {str(line.get('version'))[:40]!r}; "
-            "make the report with the fp8dist that wrote it"
-        )
-    rank, world = _whole(line["rank"]), _whole(line["world"])
-    if not isinstance(line["slots"], list) or rank >= world:
-        raise ValueError("slots and a rank below the world are expected")
-    recipe, stages = line.get("recipe"), line.get("stages")
+def _start(run: Run, record: Record) -> RankSeries:
+    rank, world, recipe, stages = record["rank"], record["world"], record.get("recipe"), record.get("stages")
     found = run.ranks.setdefault(rank, RankSeries(rank, world, "", "", {}, ()))
-    found.world, found.host, found.name = world, str(line.get("host", "")), str(line.get("name", ""))
+    found.world, found.host, found.name = world, str(record.get("host", "")), str(record.get("name", ""))
     found.first = None
     found.recipe = recipe if isinstance(recipe, dict) else {}
     found.stages = tuple(str(stage) for stage in stages) if isinstance(stages, list) else ()
     return found
 
 
-def _slot_values(line: dict[str, Any], slots: Indices) -> SlotValues:
+def _slot_values(record: Record, slots: Indices) -> SlotValues:
     def column(name: str) -> Floats:
-        values = np.array(line[name], dtype=np.float64)  # null becomes NaN
-        if values.shape != slots.shape:
-            raise ValueError("one number for each slot is expected")
-        return values
+        return np.array(record[name], dtype=np.float64)  # null becomes NaN
 
     def counted(name: str) -> Floats | None:
-        return None if line.get(name) is None else column(name)
+        return None if record.get(name) is None else column(name)
 
     return SlotValues(
-        _whole(line["step"]), slots, column("scale"), column("amax"), column("headroom"),
+        record["step"], slots, column("scale"), column("amax"), column("headroom"),
         counted("saturated"), counted("flushed"), column("stale"),
     )  # fmt: skip
 
 
-def _sample(run: Run, rank: RankSeries, line: dict[str, Any]) -> None:
-    step, time = _whole(line["step"]), number(line["time"])
-    counts = {name: _whole(line[name]) for name in ("generation", "commits", "aborts", "collectives")}
-    for name, value in counts.items():
-        setattr(rank, name, value)
+def _sample(run: Run, rank: RankSeries, record: Record) -> None:
+    step, time = record["step"], number(record["time"])
+    for name in ("generation", "commits", "aborts", "collectives"):
+        setattr(rank, name, record[name])
     rank.first = rank.first or (rank.commits + rank.aborts, rank.collectives)
     if rank.samples and step > rank.last_step:
         rank.interval = max(rank.interval, step - rank.last_step)
     rank.samples += 1
     rank.last_step = step
-    wait = number(line.get("wait_s"))
+    wait = number(record["wait_s"])
     if wait is not None and wait >= 0 and time is not None:
         rank.waits.append((step, wait, time))
-    loss = number(line.get("loss"))
+    loss = number(record.get("loss"))
     if rank.losses:  # it had one before, so null stands for what JSON cannot write
         rank.losses[step] = math.nan if loss is None else loss
     elif loss is not None and not any(other.losses for other in run.ranks.values()):
         rank.losses[step] = loss
-    numbers = line.get("numbers")
+    numbers = record.get("numbers")
     if isinstance(numbers, dict):
         rank.numbers = {name: v for name, value in numbers.items() if (v := number(value)) is not None}
 
 
-def _warning(run: Run, line: dict[str, Any]) -> None:
-    what, slot, step = _text(line["what"]), line.get("slot"), _whole(line["step"])
-    rank, message = _whole(line["rank"]), _text(line["message"])
-    slot = None if slot is None else _text(slot)
+def _warning(run: Run, record: Record) -> None:
+    what, slot, step, message = record["what"], record["slot"], record["step"], record["message"]
     warned = run.warnings.setdefault((what, slot), Warned(what, slot, message, step, step))
     warned.message, warned.first, warned.last = message, min(warned.first, step), max(warned.last, step)
     warned.count += 1
-    warned.ranks.add(rank)
+    warned.ranks.add(record["rank"])
 
 
 # -- metrics.jsonl and summary.json of launch/ ------------------------------------------------------------
@@ -291,19 +225,18 @@ def _read_metrics(run: Run, path: Path) -> None:
     casts: deque[dict[str, Any]] = deque(maxlen=RECENT)
     lines = Lines(path)
     for line in lines:
-        try:
-            step = _whole(line["step"])
-            if "loss" in line:
-                loss = number(line["loss"])
-                losses[step] = math.nan if loss is None else loss
-        except (KeyError, ValueError):
+        step = line.get("step")
+        if not whole(step):
             lines.reject()
             continue
+        if "loss" in line:
+            loss = number(line["loss"])
+            losses[step] = math.nan if loss is None else loss
         if scales_wanted and isinstance(line.get("scales"), dict):
             sampled[step] = line["scales"]
         if isinstance(line.get("casts"), dict):
             casts.append(line["casts"])
-    lines.conclude(run)
+    _conclude(run, lines)
     if losses:
         run.losses[str(precision)[:16].upper()] = losses
     run.casts = run.casts or _mean_casts(casts)

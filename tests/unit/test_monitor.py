@@ -464,6 +464,24 @@ def test_following_and_reading_the_slots_waits_for_no_gpu() -> None:
         assert (flat.dtype, flat.shape) == (torch.float64, (2 * 7 + 1,))
 
 
+@pytest.mark.parametrize(("slots", "loss"), [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", None)])
+@pytest.mark.parametrize("n", [0, 2])
+def test_no_tensor_of_a_gpu_is_copied_to_the_host_before_the_one_copy(
+    slots: str, loss: str | None, n: int
+) -> None:
+    """A rank without slots keeps its empty columns on the CPU."""
+    names = ["a.input", "b.grad_output"][:n]
+    with FakeTensorMode():
+        readings = Readings(
+            names=names, scale=torch.empty(n, device=slots), warm=torch.empty(n, dtype=torch.bool),
+            nonfinite=torch.empty(n, dtype=torch.int64, device=slots), casts=None,
+            generation=1, commits=1, aborts=0, collectives=1,
+        )  # fmt: skip
+        scalars = [] if loss is None else [torch.empty((), device=loss)]
+        flat = flatten(readings, readings, Sightings(), scalars)
+        assert (flat.device.type, flat.shape) == ("cuda", (4 * n + len(scalars),))
+
+
 def test_a_commit_that_cannot_be_followed_is_a_commit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fp8dist.monitor import read_run
+from fp8dist.monitor._lines import Records
 
 Record = dict[str, Any]
 
@@ -50,6 +51,73 @@ def test_bad_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert list(run.ranks) == [0]
     assert list(run.ranks[0].samples.values()) == good[1:]
     assert run.skipped_lines == len(bad) + 1, "and a sample before any start"
+
+
+WARNING = {
+    "kind": "warning",
+    "step": 3,
+    "time": 0.0,
+    "rank": 0,
+    "what": "flushing",
+    "slot": None,
+    "message": ".",
+}
+
+
+START, SAMPLE = start(0, ["a"]), sample(0, 3)
+NEEDED = {
+    "start": ("rank", "world", "slots"),
+    "sample": (
+        "step", "time", "rank", "generation", "commits", "aborts", "collectives", "wait_s",
+        "scale", "amax", "headroom", "stale",
+    ),
+    "warning": ("step", "rank", "what", "slot", "message"),
+}  # fmt: skip
+
+
+def read(directory: Path, records: list[Record | str]) -> tuple[list[Record], Records]:
+    write(directory, 0, records)
+    lines = Records(directory / "monitor-rank0.jsonl")
+    return list(lines), lines
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [(r, field) for r in (START, SAMPLE, WARNING) for field in NEEDED[r["kind"]]],
+    ids=lambda x: x if isinstance(x, str) else x["kind"],
+)
+@pytest.mark.parametrize("value", ["absent", True, -1, 2**53, {}, [[1.0]], [True], [1.0, 1.0]], ids=str)
+def test_a_record_whose_needed_field_is_absent_or_unfit_is_skipped(
+    tmp_path: Path, record: Record, field: str, value: Any
+) -> None:
+    bad = {key: of for key, of in record.items() if key != field}
+    if value != "absent":
+        bad[field] = value
+    found, lines = read(tmp_path, [START, bad, SAMPLE])
+    assert found == [START, SAMPLE]
+    assert (lines.good, lines.skipped, lines.empty) == (2, 1, 0)
+
+
+def test_fields_that_are_not_needed_and_lists_with_gaps_are_taken(tmp_path: Path) -> None:
+    gaps = {name: [None] for name in ("scale", "amax", "headroom", "saturated", "flushed", "stale")}
+    records: list[Record | str] = [
+        {"kind": "start", "version": 1, "rank": 0, "world": 1, "slots": ["a"], "more": 1}, {**SAMPLE, **gaps},
+        {**SAMPLE, "wait_s": None, "saturated": None}, {**SAMPLE, "time": 3, "stale": [3]},
+        {**WARNING, "slot": "a"},
+    ]  # fmt: skip
+    found, lines = read(tmp_path, [*records, "", "  "])
+    assert found == records
+    assert (lines.good, lines.skipped, lines.empty) == (5, 0, 2)
+
+
+def test_a_sample_goes_with_the_newest_start_that_is_one(tmp_path: Path) -> None:
+    none, no_rank = start(0, []), start(4, [])  # there are ranks 0 to 3
+    found, lines = read(
+        tmp_path,
+        [SAMPLE, WARNING, none, SAMPLE, sample(0, 4, n=0), START, no_rank, SAMPLE, sample(0, 4, n=0)],
+    )
+    assert found == [WARNING, none, sample(0, 4, n=0), START, SAMPLE]
+    assert lines.skipped == 4
 
 
 def test_a_repeated_step_counts_once_and_slots_go_with_their_samples(tmp_path: Path) -> None:

@@ -264,6 +264,8 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         json.dumps(sample | {"step": -1}), json.dumps(sample | {"step": 10**30}),
         json.dumps(sample | {"amax": [[1]] * len(run.slots)}), json.dumps(sample | {"commits": True}),
         json.dumps({"kind": "warning", "step": 1, "rank": 0, "what": 3, "message": ""}), samples[-1][:-30],
+        json.dumps(sample | {"stale": [10**400] * len(run.slots)}),
+        json.dumps(sample | {"scale": ["1.5"] * len(run.slots)}),
     ]  # fmt: skip
     path.write_text("\n".join([start, *bad[:7], *samples, "", *bad[7:]]), encoding="latin-1")
     report = build_report(tmp_path)

@@ -29,8 +29,8 @@ _MAX = tl.constexpr(torch.finfo(torch.float32).max)
 def _update_kernel(
     amax_ptr: tl.tensor, history_ptr: tl.tensor, scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor,
     warm_ptr: tl.tensor, nonfinite_ptr: tl.tensor, n: tl.tensor, length: tl.tensor, head: tl.tensor,
-    scaled_max: tl.constexpr, freeze: tl.constexpr, most_recent: tl.constexpr, reset: tl.constexpr,
-    tile_l: tl.constexpr, tile_n: tl.constexpr,
+    scaled_max: tl.constexpr, inv_stride: tl.constexpr, freeze: tl.constexpr, most_recent: tl.constexpr,
+    reset: tl.constexpr, tile_l: tl.constexpr, tile_n: tl.constexpr,
 ) -> None:  # fmt: skip
     slot = tl.program_id(0) * tile_n + tl.arange(0, tile_n)
     inside = slot < n
@@ -58,7 +58,9 @@ def _update_kernel(
     scale = tl.load(scale_ptr + slot, mask=inside, other=1.0)
     scale = tl.where(usable, tl.minimum(tl.maximum(quotient, _TINY), _MAX), scale)
     tl.store(scale_ptr + slot, scale, mask=inside)
-    tl.store(scale_inv_ptr + slot, tl.div_rn(tl.full([tile_n], 1.0, tl.float32), scale), mask=inside)
+    tl.store(
+        scale_inv_ptr + slot * inv_stride, tl.div_rn(tl.full([tile_n], 1.0, tl.float32), scale), mask=inside
+    )
     if warm_ptr is not None:
         tl.store(warm_ptr + slot, True, mask=inside & usable)
     if nonfinite_ptr is not None:
@@ -94,7 +96,7 @@ def update(
         history: float32 ring [L, n].
         head: the row to overwrite.
         scale: float32 [n].
-        scale_inv: float32 [n], becomes `1 / scale`.
+        scale_inv: float32 [n], becomes `1 / scale`; any stride.
         warm: bool [n], set where a scale was computed; or None.
         nonfinite: int64 [n], raised by one where the amax is inf or NaN; or None.
         scaled_max: a scale is this by the window's amax.
@@ -112,6 +114,6 @@ def update(
         (blocks(n, bn), 1, 1),
         (amax, history, scale, scale_inv, warm, nonfinite),
         (n, length, head),
-        (scaled_max, freeze, most_recent, reset, bl, bn),
+        (scaled_max, scale_inv.stride(0), freeze, most_recent, reset, bl, bn),
         4,
     )
