@@ -8,7 +8,7 @@ sizes in units (`unit_of`), so that the compiler knows what these are multiples 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,26 +70,32 @@ class Launcher:
             *[None if tensor is None else tensor.dtype for tensor in tensors],
             *[address is not None and address % VECTOR == 0 for address in addresses],
         )
-        binary = self._binaries.get(key)
-        if binary is None:
+        launch = self._binaries.get(key)
+        if launch is None:
             self._binaries[key] = self._compiled(device, grid, (*tensors, *integers, *constants), num_warps)
-        elif device == driver.active.get_current_device():
-            _run(binary, grid, device, (*addresses, *integers, *constants))
+        elif device == torch.accelerator.current_device_index():
+            launch(grid, device, (*addresses, *integers, *constants))
         else:
             with torch.cuda.device(device):
-                _run(binary, grid, device, (*addresses, *integers, *constants))
+                launch(grid, device, (*addresses, *integers, *constants))
 
     def _compiled(self, device: int, grid: tuple[int, int, int], arguments: Any, num_warps: int) -> Any:
+        """Launch, compiling first; return what launches it again."""
         if device < 0:  # Triton's interpreter runs on the CPU, and has no binaries
             return self._kernel[grid](*arguments)
         with torch.cuda.device(device):
-            return self._kernel[grid](*arguments, num_warps=num_warps)
+            return _launch_of(self._kernel[grid](*arguments, num_warps=num_warps))
 
 
-def _run(binary: Any, grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]) -> None:
-    # As `JITFunction.run` ends, without its launch hooks (only profilers set them).
-    stream = driver.active.get_current_stream(device)
-    binary.run(*grid, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
+def _launch_of(binary: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
+    run, function = binary.run, binary.function  # found once; the attributes are computed
+    stream_of = driver.active.get_current_stream
+
+    def launch(grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]) -> None:
+        # As `JITFunction.run` ends, without its launch hooks (only profilers set them).
+        run(*grid, stream_of(device), function, binary.packed_metadata, None, None, None, *arguments)
+
+    return launch
 
 
 def blocks(size: int, block: int) -> int:
