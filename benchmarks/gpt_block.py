@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import fp8dist as f8
+from fp8dist.graphs import GraphedStep
 
 HIDDEN, HEADS, FFN, SEQUENCE = 4096, 32, 16384, 4096
 METHODS = ("bf16", "bf16 compiled", "fp8dist", "fp8dist, graph")
@@ -101,14 +103,11 @@ def measure(method: str, blocks: int, batch: int, iterations: int) -> dict[str, 
 
     for _ in range(4):
         step()
-    body, scope = step, None
+    body: Callable[[], None] = step
     if method == "fp8dist, graph":
-        scope = coordinator.step()
-        scope.__enter__()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        body = graph.replay
+        graphed = body = GraphedStep(coordinator, once, [x, *model.parameters()])
+        while not graphed.captured:
+            graphed()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -121,8 +120,6 @@ def measure(method: str, blocks: int, batch: int, iterations: int) -> dict[str, 
         end.synchronize()
         times.append(begin.elapsed_time(end))
     peak = torch.cuda.max_memory_allocated() / 2**30
-    if scope is not None:
-        scope.__exit__(None, None, None)
     coordinator.close()
     return {"method": method, "ms": statistics.median(times), "peak_gib": peak}
 

@@ -1,9 +1,10 @@
 """Forward and backward of one linear layer on a GPU: FP8 eager and in a graph, bf16, and what peers are installed.
 
-    python benchmarks/linear.py [--json FILE] [--iterations 60]
+    python benchmarks/linear.py [--json FILE] [--iterations 60] [--sweep]
 
-Milliseconds are medians over CUDA events, all methods interleaved in one run; host us is the time it takes to start
-one forward and backward of a tiny layer. Each shape is first checked on fresh random data against float64.
+Milliseconds are medians over CUDA events, all methods interleaved in one run; MiB are the most that one forward and
+backward allocates above what was there. Each shape is first checked on fresh random data against float64. `--sweep`
+takes a grid of shapes instead of the four with a goal. What the host takes for a layer is in `benchmarks/host.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,14 @@ from rich.table import Table
 from torch import nn
 
 import fp8dist as f8
+from fp8dist.graphs import GraphedStep
 
 SHAPES = [(2048, 2048, 2048), (8192, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 16384)]
+SWEEP = [
+    (tokens, h, f)
+    for tokens in (1024, 4096, 16384)
+    for h, f in ((1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672))
+]
 GOALS = {
     (2048, 2048, 2048): 0.30, (8192, 4096, 4096): 0.75, (8192, 8192, 8192): 2.85, (16384, 4096, 16384): 5.70,
 }  # fmt: skip
@@ -74,19 +80,15 @@ class Case:
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
 
     def graphed(self) -> Run:
-        """Forward and backward captured once, inside a scope that stays open."""
-        scope = self.coordinator.step()
-        scope.__enter__()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Forward and backward captured once; to be called inside a scope, whose exit is not measured."""
+
+        def body() -> None:
             self.once(self.ours)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.once(self.ours)
-        self.keep = (scope, graph)
-        return graph.replay
+
+        step = GraphedStep(self.coordinator, body, [self.x, *self.ours.parameters()])
+        while not step.captured:
+            step()
+        return step
 
     def three_gemms(self) -> Run:
         """The FP8 products alone, on operands that are there."""
@@ -159,6 +161,16 @@ def milliseconds(methods: dict[str, Run], iterations: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def peak_mib(run: Run) -> float:
+    """The most memory that a run has allocated at once, above what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def measure(shape: tuple[int, int, int], iterations: int) -> dict[str, Any]:
     """All methods at one shape."""
     case = Case(*shape)
@@ -178,62 +190,47 @@ def measure(shape: tuple[int, int, int], iterations: int) -> dict[str, Any]:
             methods[name] = running(peer)
     scope = case.coordinator.step()
     scope.__enter__()
+    layers = {"bf16": case.plain, "fp8dist": case.ours}
+    memory = {}
+    for name, layer in layers.items():
+        case.x.grad = None
+        for p in layer.parameters():
+            p.grad = None
+        memory[name] = peak_mib(running(layer))
     result = milliseconds({**methods, "fp8dist": running(case.ours)}, iterations)
     scope.__exit__(None, None, None)
-    replay = case.graphed()
-    result |= milliseconds({"fp8dist, graph": replay}, iterations)
-    case.keep[0].__exit__(None, None, None)
-    case.coordinator.close()
-    return {"shape": shape, "errors": errors, **result}
-
-
-def host_us() -> dict[str, float]:
-    """Host time of one forward and backward: a tiny layer, whose kernels never hold the host up."""
-    case = Case(64, 64, 64)
-    result = {}
+    graphed = case.graphed()
     with case.coordinator.step():
-        for name, layer in (("bf16", case.plain), ("fp8dist", case.ours)):
-            for _ in range(50):
-                case.once(layer)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(300):
-                case.once(layer)
-            result[name] = (time.perf_counter() - start) / 300 * 1e6
-            torch.cuda.synchronize()
-    return result
+        result |= milliseconds({"fp8dist, graph": graphed}, iterations)
+    case.coordinator.close()
+    return {"shape": shape, "errors": errors, "mib": memory, **result}
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--sweep", action="store_true", help="a grid of shapes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    print(
-        "prediction: fp8dist = three FP8 GEMMs + 0.15 ms at 8192x4096x4096; host <= 150 us; goals in the table"
-    )
-    results = [measure(shape, args.iterations) for shape in SHAPES]
-    host = host_us()
+    print("prediction: fp8dist in a graph = three FP8 GEMMs + 0.15 ms at 8192x4096x4096; goals in the table")
+    results = [measure(shape, args.iterations) for shape in (SWEEP if args.sweep else SHAPES)]
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}: forward + backward, ms")
-    names = [name for name in results[0] if name not in ("shape", "errors")]
-    for heading in ("T x H x F", *names, "goal", "largest error"):
+    names = [name for name in results[0] if name not in ("shape", "errors", "mib")]
+    for heading in ("T x H x F", *names, "goal", "largest error", "MiB, bf16", "MiB, FP8"):
         table.add_column(heading, justify="right")
     for r in results:
-        goal = f"{GOALS[r['shape']]:.2f}" + (
-            f" / {GRAPH_GOALS[r['shape']]}" if r["shape"] in GRAPH_GOALS else ""
-        )
+        goals = [GOALS.get(r["shape"]), GRAPH_GOALS.get(r["shape"])]
         table.add_row(
             "x".join(map(str, r["shape"])),
             *(f"{r[name]:.3f}" for name in names),
-            goal,
+            " / ".join(f"{goal:g}" for goal in goals if goal is not None),
             f"{max(r['errors']):.3f}",
+            *(f"{mib:.0f}" for mib in r["mib"].values()),
         )
-    console = Console(width=160)
-    console.print(table)
-    console.print(f"host us per forward + backward: {', '.join(f'{k} {v:.0f}' for k, v in host.items())}")
+    Console(width=180).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"shapes": results, "host_us": host}, indent=1))
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

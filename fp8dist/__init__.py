@@ -1,6 +1,6 @@
 """FP8 training with delayed scaling on many ranks: one self-checking collective per optimizer step."""
 
-from . import checkpoints, monitor, schedules, te_state
+from . import checkpoints, graphs, monitor, schedules, te_state
 from ._committed import Stats
 from ._flight import dump_on_signal
 from ._header import Tag
@@ -76,6 +76,7 @@ __all__ = [
     "dump_on_signal",
     "enable_fp8_all_gather",
     "fp8_autocast",
+    "graphs",
     "monitor",
     "quantization_backward_scope",
     "reduce_and_update_fp8_tensors",

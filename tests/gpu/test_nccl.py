@@ -15,6 +15,7 @@ from forkpool import RankDied, run_ranks, values
 from torch import nn
 
 import fp8dist as f8
+from fp8dist.graphs import GraphedStep
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(120)]
 WORLD = 2
@@ -296,3 +297,38 @@ def test_with_overlap_a_rank_that_never_enters_is_named_at_the_next_entry() -> N
     assert end.error == "CollectiveTimeout"
     assert end.missing == (1,)
     assert digest == other
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_graphed_steps_with_the_collective_outside_commit_what_eager_ones_do(overlap: bool) -> None:
+    def run(rank: int, world: int) -> Any:
+        runs = []
+        for graphed in (False, True):
+            model, coordinator, _ = on_gpu(rank, name=f"graphed {graphed}")
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            x = torch.empty(32, 64, device="cuda")
+
+            def body(model: nn.Module = model, x: torch.Tensor = x) -> torch.Tensor:
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            step = GraphedStep(coordinator, body, model.parameters(), warmup=3 if graphed else 1000)
+            coordinator.freeze()
+            before, losses = coordinator.stats.collectives, []
+            for i in range(10):
+                x.fill_(1.0 + i * (1 + rank))
+                losses.append(step(i, overlap=overlap).clone())
+                optimizer.step()
+            coordinator.settle()
+            weights = [p.detach().cpu().view(torch.int32).tolist() for p in model.parameters()]
+            counts = coordinator.stats.collectives - before, coordinator.stats.commits
+            runs.append((frozen(coordinator), counts, torch.stack(losses).tolist(), weights))
+            assert step.captures == int(graphed)
+            coordinator.close()
+        return runs
+
+    for eager, graphed in values(run_ranks(run, world=WORLD, timeout=90)):
+        assert eager[:3] == graphed[:3]
+        assert eager[3] == graphed[3]
+        assert graphed[1] == (10, 10)
