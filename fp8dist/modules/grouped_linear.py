@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ._functional import check_choice
+from ._grouped import ExpertSlots, experts_linear, supports
 from ._multiply import gradients, multiply
 from ._products import update_guards
 from ._split import SplitsBackward, WeightGradients
@@ -62,7 +63,8 @@ class GroupedLinear(SplitsBackward):
             name: global name of this layer, the same on every rank that holds a part of its experts.
             expert_offset: global index of the first local expert.
             path: `grouped`, one autograd node for all experts, or `looped`, one per expert. The results
-                have the same bits.
+                have the same bits; but on a GPU, from the second step on, the node casts all experts' tensors in
+                one launch each and multiplies together what is small, so that sums may be rounded differently.
             device: of the parameters.
             dtype: of the parameters: float32, bfloat16 or float16.
             sharded: ranks hold different parts of an expert's weight under one name.
@@ -98,6 +100,7 @@ class GroupedLinear(SplitsBackward):
         ]
         held = tuple(s for s in slots if s is not None)  # one shape, so all or none
         self.slots = held or None
+        self._expert_slots = ExpertSlots(held) if held else None
         self._weight_gradients = (WeightGradients(name),)
         self._notices = Notices(name)
 
@@ -128,6 +131,8 @@ class GroupedLinear(SplitsBackward):
         counts = self._check_counts(input, tokens_per_expert)
         if self.slots is None or self.path == "looped" or self.wgrad != "fused" or not self._fp8:
             return self._looped(input, counts)
+        if self._expert_slots is not None and supports(input, self.weight, self.slots, counts):
+            return experts_linear(input, self.weight, self.bias, self._expert_slots, counts, self.training)
         out_dtype = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
         bias = self.bias if self.bias is None else self.bias.to(out_dtype)
         y: torch.Tensor = _GroupedFunction.apply(
@@ -197,7 +202,7 @@ class GroupedLinear(SplitsBackward):
 
 
 class _GroupedFunction(torch.autograd.Function):
-    """All experts in one node. The quantized tokens are one buffer, as a grouped GEMM takes them."""
+    """All experts in one node, one after the other."""
 
     @staticmethod
     def forward(
@@ -215,11 +220,10 @@ class _GroupedFunction(torch.autograd.Function):
         ctx.slots, ctx.counts, ctx.training = slots, counts, training
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         y = x.new_empty(x.shape[0], weight.shape[1], dtype=out_dtype)
-        x_data = x.new_empty(x.shape, dtype=slots[0].input.dtype) if needs_dw else None
         weights = _expert_weights(weight, slots, training)
         kept: list[torch.Tensor | None] = []
         for expert, rows in _used(counts):
-            y[rows], (data, *rest) = multiply(
+            y[rows], parts = multiply(
                 x[rows],
                 weights[expert],
                 None if bias is None else bias[expert],
@@ -230,18 +234,16 @@ class _GroupedFunction(torch.autograd.Function):
                 out_dtype=out_dtype,
                 notices=notices,
             )
-            if x_data is not None and data is not None:
-                x_data[rows] = data
-            kept += rest
+            kept += parts
         used = [slot for expert, _ in _used(counts) for slot in slots[expert]]
-        ctx.save_for_backward(x_data, *kept, *update_guards(used, training))
+        ctx.save_for_backward(*kept, *update_guards(used, training))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         used = _used(ctx.counts)
-        x_data, *kept = ctx.saved_tensors
+        kept = ctx.saved_tensors
         if ctx.training and used and not torch.compiler.is_compiling():
             ctx.slots[0].grad_output.request()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
@@ -252,7 +254,7 @@ class _GroupedFunction(torch.autograd.Function):
         for i, (expert, rows) in enumerate(used):
             parts = gradients(
                 dy[rows],
-                (None if x_data is None else x_data[rows], *kept[3 * i : 3 * i + 3]),
+                kept[4 * i : 4 * i + 4],
                 ctx.slots[expert],
                 training=ctx.training,
                 needs_db=ctx.needs_db,
