@@ -87,13 +87,15 @@ def _multiply(
 ) -> torch.Tensor:
     fused = bias is not None and out_dtype != torch.float32  # cuBLASLt adds no bias to a float32 result
     assert out is None or bias is None or fused, "an output for a product that gets its bias later"
-    a, b = _row_major(a), _row_major(b.t()).t()
+    a = _row_major(a)
+    if b.stride() != (1, b.shape[0]):  # the two views cost as much as a small kernel
+        b = _row_major(b.t()).t()
     product = torch._scaled_mm(
         a,
         b,
-        a_scale_inv,
-        b_scale_inv,
-        bias if fused else None,
+        scale_a=a_scale_inv,
+        scale_b=b_scale_inv,
+        bias=bias if fused else None,
         out_dtype=out_dtype,
         use_fast_accum=fast,
         **({} if out is None else {"out": out}),

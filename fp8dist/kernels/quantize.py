@@ -1,7 +1,8 @@
 """Cast a tensor to FP8 with its slot's scale, and read its amax in the same call.
 
 It is one opaque op for compiled graphs, so that these neither break at the in-place amax nor recompile when a
-slot gets its first scale. On a GPU one Triton kernel reads the tensor once and writes all that is wanted of it.
+slot gets its first scale. On a GPU one Triton kernel reads the tensor once, writes all that is wanted of it, and counts
+its casts if these are counted.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def quantize(
         ValueError: another dtype, or the slot lies on another device than `x`.
     """
     scale, warm, cell, casts, inverse = prepare(x, slot, record, amax)
-    if casts is None and runs_kernels(x) and x.dim() == 2:
+    if runs_kernels(x) and x.dim() == 2:
         # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
         data, transposed, scale_inv = _quantize_by_kernel(
-            x, scale, warm, cell if record else None, slot.scaled_max, slot.dtype, layout,
+            x, scale, warm, cell if record else None, casts, slot.scaled_max, slot.dtype, layout,
             inverse if share else None,
         )  # fmt: skip
         columns = None if transposed is None else transposed.t()
@@ -162,9 +163,9 @@ def _quantize(
     layout: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_dtype(x)
-    if x.is_cuda and casts is None and x.dim() == 2:
+    if x.is_cuda and x.dim() == 2:
         rows, columns, scale_inv = _quantize_by_kernel(
-            x, scale, warm, amax if record else None, scaled_max, dtype, layout
+            x, scale, warm, amax if record else None, casts, scaled_max, dtype, layout
         )
         none = [torch.empty(0, dtype=dtype, device=x.device) for part in (rows, columns) if part is None]
         return none.pop() if rows is None else rows, none.pop() if columns is None else columns, scale_inv
@@ -194,6 +195,7 @@ def _quantize_by_kernel(
     scale: torch.Tensor,
     warm: torch.Tensor,
     amax: torch.Tensor | None,
+    casts: torch.Tensor | None,
     scaled_max: float,
     dtype: torch.dtype,
     layout: int,
@@ -203,6 +205,12 @@ def _quantize_by_kernel(
     from .triton import cast
 
     if not warm and x.numel() > 0:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a CUDA graph expects slots that have a scale but a tensor of one without was to be cast, which every "
+                "replay would scale by the amax of that tensor; run some steps before the capture, as "
+                "fp8dist.graphs.GraphedStep does"
+            )
         scale, inverse = scale_from_amax(tensor_amax(x.detach()).reshape(1), scaled_max), None
     return cast(
         x,
@@ -213,6 +221,7 @@ def _quantize_by_kernel(
         transpose=layout & Layout.COLUMNS != 0,
         keep=layout & Layout.ROWS != 0,
         scale_inv=inverse,
+        casts=casts,
     )
 
 
@@ -241,7 +250,7 @@ def _quantize_fake(
     _check_dtype(x)
     gpu = x.device.type == "cuda"
     data, transposed = (x.new_empty(0, dtype=dtype, requires_grad=False) for _ in range(2))
-    if not gpu or layout & Layout.ROWS or casts is not None or x.dim() != 2:
+    if not gpu or layout & Layout.ROWS or x.dim() != 2:
         data = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
     if gpu and layout & Layout.COLUMNS:
         transposed = x.new_empty((x.shape[1], x.shape[0]), dtype=dtype, requires_grad=False)

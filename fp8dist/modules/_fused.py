@@ -20,12 +20,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..kernels.gemm import scaled_mm, supported
-from ..kernels.quantize import FP8_MAX, Quantized, prepare, runs_kernels
+from ..kernels.quantize import FP8_MAX, Layout, Quantized, prepare, runs_kernels
 from ._fsdp import GatheredWeight, ShardedWeight
 from ._products import (
     KeptWeight,
     dgrad,
     keep_weight,
+    layout_of,
     quantize_gradient_and_bias,
     rows,
     update_guards,
@@ -52,7 +53,7 @@ def supports(
     x: torch.Tensor, weights: Sequence[torch.Tensor], slots: Sequence[LinearSlots | None], mode: str
 ) -> bool:
     """Whether the node can compute this now. Otherwise separate nodes do: off a GPU, under a compiler, for DTensors,
-    for weight gradients apart from the rest, in the first step (no scale is known yet), while casts are counted.
+    for weight gradients apart from the rest, or in the first step (no scale is known yet).
     """
     if mode != "fused" or not runs_kernels(x) or torch.is_autocast_enabled("cuda"):
         return False
@@ -66,7 +67,7 @@ def supports(
     for layer in slots:
         if layer is None or not layer.input.scope.enabled:
             return False
-        if not all(bool(slot.warm) and slot.casts is None for slot in layer):
+        if not all(bool(slot.warm) for slot in layer):
             return False
     return True
 
@@ -113,12 +114,12 @@ class _FusedFunction(torch.autograd.Function):
         needs_dn = any(needs[:3])
         normed = _normalize(tokens, norm_weight, norm_bias, layers, record, transpose=False)
         w1q, kept1 = keep_weight(w1, first.weight, record, needs_dn)
-        y = h = scaled_mm(normed.data, w1q.data.t(), normed.scale_inv, w1q.scale_inv, x.dtype, b1)
+        y = h = scaled_mm(normed.data, w1q.data.t(), normed.scale_inv, w1q.scale_inv, x.dtype, b1, fast=True)
         kept2 = KeptWeight(None, None)
         if w2 is not None:
             aq = _activate(h, layers, record, rows_wanted=True)
             w2q, kept2 = keep_weight(w2, second.weight, record, needs_dn or any(needs[3:5]))
-            y = scaled_mm(aq.data, w2q.data.t(), aq.scale_inv, w2q.scale_inv, x.dtype, b2)
+            y = scaled_mm(aq.data, w2q.data.t(), aq.scale_inv, w2q.scale_inv, x.dtype, b2, fast=True)
         ctx.save_for_backward(
             tokens, norm_weight, norm_bias, normed.mean, normed.rstd, *kept1, *kept2,
             h if w2 is not None else None,
@@ -201,6 +202,7 @@ def _normalize(
         slot.dtype,
         FP8_MAX[slot.dtype],
         transpose=transpose,
+        casts=cast.casts,
     )
 
 
@@ -219,6 +221,7 @@ def _activate(h: torch.Tensor, layers: Layers, record: bool, *, rows_wanted: boo
         FP8_MAX[slot.dtype],
         transpose=not rows_wanted,
         keep=rows_wanted,
+        casts=cast.casts,
     )
     data = result.data if result.data_t is None else result.data_t.t()
     assert data is not None
@@ -236,6 +239,7 @@ def _first_gradient(
         )
     from ..kernels import triton as kernels
 
+    layout = layout_of(rows=needs_dn, columns=needs[3])
     record = layers.training and slot.scope.recording
     cast = prepare(gradient, slot, record)
     result, db = kernels.activation_backward_cast(
@@ -246,13 +250,13 @@ def _first_gradient(
         cast.amax if record else None,
         slot.dtype,
         FP8_MAX[slot.dtype],
-        transpose=needs[3],
-        keep=needs_dn,
+        transpose=bool(layout & Layout.COLUMNS),
+        keep=bool(layout & Layout.ROWS),
+        casts=cast.casts,
         want_db=needs[4],
         db_dtype=h.dtype,
     )
     columns = None if result.data_t is None else result.data_t.t()
     data = columns if result.data is None else result.data
-    if data is None:  # only the bias is trained
-        return Quantized(gradient.new_empty(0), result.scale_inv), db
+    assert data is not None
     return Quantized(data, result.scale_inv, columns), db

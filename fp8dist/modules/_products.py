@@ -110,7 +110,7 @@ def quantize_gradient_and_bias(
         share: see `quantize`.
     """
     layout = layout_of(rows=rows_wanted, columns=columns)
-    if not (db and runs_kernels(dy) and bool(slot.warm) and slot.casts is None):
+    if not (db and runs_kernels(dy) and bool(slot.warm)):
         return quantize_gradient(dy, slot, training, layout, share=share), dy.sum(0) if db else None
     from ..kernels.triton import cast_gradient
 
@@ -127,6 +127,7 @@ def quantize_gradient_and_bias(
         transpose=bool(layout & Layout.COLUMNS),
         keep=bool(layout & Layout.ROWS),
         scale_inv=cast.scale_inv if share else None,
+        casts=cast.casts,
         want_db=True,
         db_dtype=dy.dtype,
     )
@@ -206,6 +207,9 @@ def quantize_weight(weight: torch.Tensor, slot: Slot, record: bool, layout: int 
         return weight.use(slot, record)
     scope = slot.scope
     if not (record and scope.caching) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return quantize(weight, slot, record, layout=layout)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A graph would keep what was quantized before it, and what it quantizes has no values before it is replayed.
         return quantize(weight, slot, record, layout=layout)
     entry = scope.weight_cache.get(slot.name)
     if (

@@ -353,3 +353,42 @@ def test_a_graph_whose_slots_lie_elsewhere_is_refused() -> None:
         graphed()
     coordinator.recover()
     coordinator.close()
+
+
+def test_a_capture_by_hand_bakes_in_no_weight_that_was_quantized_before() -> None:
+    coordinator = f8.ReductionGroupCoordinator(f8.DelayedScaling(amax_history_len=4), name="by hand")
+    torch.manual_seed(0)
+    layer = f8.Linear(64, 64, coordinator=coordinator, name="l", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):  # twice in a scope, so that the weight is one that is kept for it
+        with coordinator.step():
+            for _ in range(2):
+                layer(x).sum().backward()
+    with coordinator.step():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    with coordinator.step(), torch.no_grad():
+        graph.replay()
+        assert torch.equal(y, layer(x))
+    coordinator.close()
+
+
+def test_a_capture_by_hand_with_a_cold_slot_is_refused() -> None:
+    coordinator = f8.ReductionGroupCoordinator(f8.DelayedScaling(), name="cold by hand")
+    layer = f8.Linear(64, 64, coordinator=coordinator, name="l", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    coordinator.freeze()
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with coordinator.step(), torch.no_grad():
+        with (
+            pytest.raises(ValueError, match="slots that have a scale"),
+            torch.cuda.graph(graph, stream=stream),
+        ):
+            layer(x)
+        layer(x)
+    coordinator.close()

@@ -149,19 +149,11 @@ def test_a_sample_of_the_gpu_has_the_numbers_of_the_cpu(count_casts: bool) -> No
     assert cpu == cuda
 
 
-COUNTED_FUSED = pytest.param(
-    "fused", True, True,
-    marks=pytest.mark.xfail(
-        strict=True, reason="while casts are counted separate nodes run, which round otherwise than the fused ones"
-    ),
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "bias", "count_casts"),
     [
-        ("linear", False, True), ("linear", False, False), ("linear", True, False), ("fused", True, False),
-        COUNTED_FUSED,
+        ("linear", False, True), ("linear", False, False), ("linear", True, True), ("linear", True, False),
+        ("fused", True, True), ("fused", True, False),
     ],
 )  # fmt: skip
 def test_a_monitored_run_has_the_bits_of_one_without_a_monitor(

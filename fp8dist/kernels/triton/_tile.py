@@ -50,6 +50,32 @@ def sealed(q: tl.tensor, size: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def count(
+    casts_ptr: tl.tensor, values: tl.tensor, scale: tl.tensor, rows: tl.tensor, cols: tl.tensor,
+    dtype: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add a tile's casts to an int64 counter of three cells; outside of its [rows, cols] matrix it is 0.
+
+    They are: values, which one program adds for the whole matrix; finite ones that saturate; those that become 0 and
+    are not. It looks at no FP8 value, so what makes these stays the same code.
+    """
+    largest: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    # Half of the least value, which is a tie, and goes to the even 0.
+    vanishing: tl.constexpr = 2.0**-10 if dtype == tl.float8e4nv else 2.0**-17
+    scaled = tl.abs(values * scale)
+    saturated = (scaled > largest) & (tl.abs(values) < float("inf"))
+    flushed = (scaled <= vanishing) & (values != 0.0)
+    tl.static_assert(values.numel < 2**16)  # so that one sum has room for both
+    both = tl.sum(tl.where(saturated, 1, tl.where(flushed, 2**16, 0)))
+    n_saturated, n_flushed = both & 0xFFFF, (both >> 16) & 0xFFFF
+    if tl.program_id(0) == 0:
+        tl.atomic_add(casts_ptr, rows.to(tl.int64) * cols, sem="relaxed")
+    # Most tiles have nothing to add, and shall not queue for it.
+    tl.atomic_add(casts_ptr + 1, n_saturated.to(tl.int64), mask=n_saturated > 0, sem="relaxed")
+    tl.atomic_add(casts_ptr + 2, n_flushed.to(tl.int64), mask=n_flushed > 0, sem="relaxed")
+
+
+@triton.jit
 def store_scale_inv(scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor) -> tl.tensor:
     """Read the scale; one program writes its inverse, correctly rounded, if that is wanted."""
     scale = tl.load(scale_ptr)
@@ -84,14 +110,19 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    values: tl.tensor, data_ptr: tl.tensor, data_t_ptr: tl.tensor, scale: tl.tensor, row0: tl.tensor,
-    col0: tl.tensor, rows: tl.tensor, cols: tl.tensor, stride: tl.tensor,
+    values: tl.tensor, data_ptr: tl.tensor, data_t_ptr: tl.tensor, casts_ptr: tl.tensor, scale: tl.tensor,
+    row0: tl.tensor, col0: tl.tensor, rows: tl.tensor, cols: tl.tensor, stride: tl.tensor,
     tile_m: tl.constexpr, tile_k: tl.constexpr, owned: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Cast a tile, and store it in a row-major [rows, cols] and in a dense row-major [cols, rows] matrix."""
+    """Cast a tile, and store it in a row-major [rows, cols] and in a dense row-major [cols, rows] matrix.
+
+    The casts are counted where there is a counter, see `count`.
+    """
     dtype: tl.constexpr = (data_t_ptr if data_ptr is None else data_ptr).dtype.element_ty
     row, col = tile_rows(tile_m, owned), tl.arange(0, tile_k)
     inside = (row < rows - row0)[:, None] & (col < cols - col0)[None, :]
+    if casts_ptr is not None:
+        count(casts_ptr, values, scale, rows, cols, dtype)
     q = sealed(quantized(values, scale, dtype), rows)
     if data_ptr is not None:
         corner = data_ptr + row0.to(tl.int64) * stride + col0

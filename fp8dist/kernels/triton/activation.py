@@ -72,13 +72,13 @@ def _widened_again(x: tl.tensor) -> tl.tensor:
 
 @triton.jit(
     do_not_specialize=["m_units", "f_units", "stride_units"],
-    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr", "casts_ptr"],
 )
 def _forward_kernel(
     h_ptr: tl.tensor, data_ptr: tl.tensor, data_t_ptr: tl.tensor, scale_ptr: tl.tensor,
-    scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, m_units: tl.tensor, f_units: tl.tensor,
-    stride_units: tl.tensor, m_unit: tl.constexpr, f_unit: tl.constexpr, kind: tl.constexpr,
-    tile_m: tl.constexpr, tile_f: tl.constexpr, owned: tl.constexpr,
+    scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, casts_ptr: tl.tensor, m_units: tl.tensor,
+    f_units: tl.tensor, stride_units: tl.tensor, m_unit: tl.constexpr, f_unit: tl.constexpr,
+    kind: tl.constexpr, tile_m: tl.constexpr, tile_f: tl.constexpr, owned: tl.constexpr,
 ) -> None:  # fmt: skip
     rows, cols, stride = m_units * m_unit, f_units * f_unit, stride_units * f_unit
     across = tl.cdiv(cols, tile_f)
@@ -92,18 +92,20 @@ def _forward_kernel(
     scale = store_scale_inv(scale_ptr, scale_inv_ptr)
     if amax_ptr is not None:
         record(amax_ptr, tile_amax(values))
-    store_tile(values, data_ptr, data_t_ptr, scale, row0, col0, rows, cols, cols, tile_m, tile_f, owned)
+    store_tile(
+        values, data_ptr, data_t_ptr, casts_ptr, scale, row0, col0, rows, cols, cols, tile_m, tile_f, owned
+    )
 
 
 @triton.jit(
     do_not_specialize=["m_units", "f_units", "dy_stride_units", "h_stride_units"],
-    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr", "casts_ptr"],
 )
 def _backward_kernel(
     dy_ptr: tl.tensor, h_ptr: tl.tensor, data_ptr: tl.tensor, data_t_ptr: tl.tensor, partial_ptr: tl.tensor,
-    scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, m_units: tl.tensor,
-    f_units: tl.tensor, dy_stride_units: tl.tensor, h_stride_units: tl.tensor, m_unit: tl.constexpr,
-    f_unit: tl.constexpr, kind: tl.constexpr, width: tl.constexpr,
+    scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, casts_ptr: tl.tensor,
+    m_units: tl.tensor, f_units: tl.tensor, dy_stride_units: tl.tensor, h_stride_units: tl.tensor,
+    m_unit: tl.constexpr, f_unit: tl.constexpr, kind: tl.constexpr, width: tl.constexpr,
     tile_m: tl.constexpr, tile_f: tl.constexpr, owned: tl.constexpr,
 ) -> None:  # fmt: skip
     rows, features = m_units * m_unit, f_units * f_unit
@@ -128,13 +130,17 @@ def _backward_kernel(
         # The right half of the columns, the lower half of the transposed rows.
         right = None if data_ptr is None else data_ptr + features
         below = None if data_t_ptr is None else data_t_ptr + features.to(tl.int64) * rows
-        store_tile(dvalue, right, below, scale, row0, col0, rows, features, cols, tile_m, tile_f, owned)
+        store_tile(
+            dvalue, right, below, casts_ptr, scale, row0, col0, rows, features, cols, tile_m, tile_f, owned
+        )
     dh = tl.where(h <= 0.0, 0.0, dy) if kind == "relu" else dy * _derivative(h, kind)
     if amax_ptr is not None:
         record(amax_ptr, tile_amax(dh))
     if partial_ptr is not None:
         store_column_sums(dh, partial_ptr, row_block, col0, features, cols, tile_f)
-    store_tile(dh, data_ptr, data_t_ptr, scale, row0, col0, rows, features, cols, tile_m, tile_f, owned)
+    store_tile(
+        dh, data_ptr, data_t_ptr, casts_ptr, scale, row0, col0, rows, features, cols, tile_m, tile_f, owned
+    )
 
 
 _launch_forward = Launcher(_forward_kernel)
@@ -150,6 +156,7 @@ def activation_cast(
     fp8_max: float,
     transpose: bool,
     keep: bool = True,
+    casts: torch.Tensor | None = None,
 ) -> Cast:
     """Apply an activation in float32, and cast what it gives.
 
@@ -163,6 +170,7 @@ def activation_cast(
         fp8_max: its largest value.
         transpose: write `data_t`, [F, M].
         keep: write `data`, [M, F].
+        casts: int64 [3] = values, saturated, flushed to zero, to which these are added; or None.
     """
     h = h if row_major(h) else h.contiguous()
     m, f = h.shape[0], h.shape[1] // WIDTHS[kind]
@@ -175,7 +183,7 @@ def activation_cast(
     bm, bf, owned, warps = FORWARD_TILE
     _launch_forward(
         (blocks(m, bm) * blocks(f, bf), 1, 1),
-        (h, result.data, result.data_t, scale, result.scale_inv, amax),
+        (h, result.data, result.data_t, scale, result.scale_inv, amax, casts),
         (m // m_unit, f // f_unit, stride // f_unit),
         (m_unit, f_unit, kind, bm, bf, owned),
         warps,
@@ -193,6 +201,7 @@ def activation_backward_cast(
     fp8_max: float,
     transpose: bool,
     keep: bool = True,
+    casts: torch.Tensor | None = None,
     want_db: bool = False,
     db_dtype: torch.dtype = torch.float32,
 ) -> tuple[Cast, torch.Tensor | None]:
@@ -208,6 +217,7 @@ def activation_backward_cast(
         fp8_max: its largest value.
         transpose: write `data_t`, [width * F, M].
         keep: write `data`, [M, width * F].
+        casts: int64 [3] = values, saturated, flushed to zero, to which the gradient's are added; or None.
         want_db: sum the gradient over the rows, which is the gradient of the bias in front of the activation.
         db_dtype: of that sum, which is taken in float32.
 
@@ -228,7 +238,7 @@ def activation_backward_cast(
         m_unit, f_unit = unit_of(m), unit_of(f, *strides)
         _launch_backward(
             (blocks(m, bm) * blocks(f, bf), 1, 1),
-            (dy, h, result.data, result.data_t, partial, scale, result.scale_inv, amax),
+            (dy, h, result.data, result.data_t, partial, scale, result.scale_inv, amax, casts),
             (m // m_unit, f // f_unit, strides[0] // f_unit, strides[1] // f_unit),
             (m_unit, f_unit, kind, WIDTHS[kind], bm, bf, owned),
             warps,

@@ -40,13 +40,13 @@ class Cast(NamedTuple):
 
 @triton.jit(
     do_not_specialize=["m_units", "k_units", "stride_units"],
-    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr", "casts_ptr"],
 )
 def _cast_kernel(
     x_ptr: tl.tensor, data_ptr: tl.tensor, data_t_ptr: tl.tensor, partial_ptr: tl.tensor,
-    scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, m_units: tl.tensor,
-    k_units: tl.tensor, stride_units: tl.tensor, m_unit: tl.constexpr, k_unit: tl.constexpr,
-    tile_m: tl.constexpr, tile_k: tl.constexpr, owned: tl.constexpr,
+    scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor, amax_ptr: tl.tensor, casts_ptr: tl.tensor,
+    m_units: tl.tensor, k_units: tl.tensor, stride_units: tl.tensor, m_unit: tl.constexpr,
+    k_unit: tl.constexpr, tile_m: tl.constexpr, tile_k: tl.constexpr, owned: tl.constexpr,
 ) -> None:  # fmt: skip
     rows, cols, stride = m_units * m_unit, k_units * k_unit, stride_units * k_unit
     across = tl.cdiv(cols, tile_k)
@@ -58,7 +58,9 @@ def _cast_kernel(
         record(amax_ptr, tile_amax(values))
     if partial_ptr is not None:
         store_column_sums(values, partial_ptr, row_block, col0, cols, cols, tile_k)
-    store_tile(values, data_ptr, data_t_ptr, scale, row0, col0, rows, cols, cols, tile_m, tile_k, owned)
+    store_tile(
+        values, data_ptr, data_t_ptr, casts_ptr, scale, row0, col0, rows, cols, cols, tile_m, tile_k, owned
+    )
 
 
 @triton.jit(do_not_specialize=["m_units", "k_units"])
@@ -90,8 +92,9 @@ def cast(
     transpose: bool,
     keep: bool = True,
     scale_inv: torch.Tensor | None = None,
+    casts: torch.Tensor | None = None,
 ) -> Cast:
-    """Cast a matrix to FP8, and read its amax, in one pass.
+    """Cast a matrix to FP8, read its amax, and count its casts, in one pass.
 
     Args:
         x: [M, K], float32, bfloat16 or float16, any strides; may be empty. Fast if a row or a column is dense.
@@ -103,13 +106,14 @@ def cast(
         transpose: write `data_t`.
         keep: write `data`.
         scale_inv: float32 [1], the scale's inverse where it is known; None: it is computed.
+        casts: int64 [3] = values, saturated, flushed to zero, to which this matrix is added; or None.
     """
     if not row_major(x):
         if row_major(x.t()):
-            flipped = cast(x.t(), scale, amax, dtype, fp8_max, keep, transpose, scale_inv)
+            flipped = cast(x.t(), scale, amax, dtype, fp8_max, keep, transpose, scale_inv, casts)
             return Cast(flipped.data_t, flipped.data, flipped.scale_inv)
         x = x.contiguous()
-    return _cast_rows(x, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, None)
+    return _cast_rows(x, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, casts, None)
 
 
 def cast_gradient(
@@ -121,6 +125,7 @@ def cast_gradient(
     transpose: bool,
     keep: bool = True,
     scale_inv: torch.Tensor | None = None,
+    casts: torch.Tensor | None = None,
     want_db: bool = False,
     db_dtype: torch.dtype = torch.float32,
 ) -> tuple[Cast, torch.Tensor | None]:
@@ -135,6 +140,7 @@ def cast_gradient(
         transpose: see `cast`.
         keep: see `cast`.
         scale_inv: see `cast`.
+        casts: see `cast`.
         want_db: sum over the rows.
         db_dtype: of that sum, which is taken in float32, in an order that depends on the shape only.
 
@@ -142,12 +148,12 @@ def cast_gradient(
         The casts, and `db_dtype` [K] or None.
     """
     if not want_db:
-        return cast(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv), None
+        return cast(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, casts), None
     dy = dy if row_major(dy) else dy.contiguous()
     partial = torch.empty(
         (blocks(dy.shape[0], SUM_TILE[0]), dy.shape[1]), dtype=torch.float32, device=dy.device
     )
-    result = _cast_rows(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, partial)
+    result = _cast_rows(dy, scale, amax, dtype, fp8_max, transpose, keep, scale_inv, casts, partial)
     return result, add_partials(partial, db_dtype)
 
 
@@ -160,6 +166,7 @@ def _cast_rows(
     transpose: bool,
     keep: bool,
     scale_inv: torch.Tensor | None,
+    casts: torch.Tensor | None,
     partial: torch.Tensor | None,
 ) -> Cast:
     m, k = x.shape
@@ -174,7 +181,7 @@ def _cast_rows(
     bm, bk, owned, warps = TILE if partial is None else SUM_TILE
     _launch_cast(
         (blocks(m, bm) * blocks(k, bk), 1, 1),
-        (x, result.data, result.data_t, partial, scale, wanted, amax),
+        (x, result.data, result.data_t, partial, scale, wanted, amax, casts),
         (m // m_unit, k // k_unit, stride // k_unit),
         (m_unit, k_unit, bm, bk, owned),
         warps,
@@ -194,6 +201,7 @@ def new_cast(
 ) -> Cast:
     """Memory for the casts of an [m, k] matrix, and of the scale's inverse if it is not known."""
     assert fp8_max == FP8_MAX[dtype], (fp8_max, dtype)
+    assert keep or transpose, "a cast is kept"
     assert m < 2**24, m  # offsets within a tile of the transposed copy fit 32 bits
     device = scale.device
     return Cast(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ._launch import FP8_MAX, Launcher, blocks, unit_of
-from ._tile import nan_max, quantized, record, store_scale_inv
+from ._tile import count, nan_max, quantized, record, store_scale_inv
 from .cast import add_partials, fp8_transpose, row_major
 
 MAX_FEATURES = 32768
@@ -41,13 +41,14 @@ def _features(ptr: tl.tensor, col: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 @triton.jit(
     do_not_specialize=["rows", "k_units", "stride_units"],
-    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr", "casts_ptr"],
 )
 def _forward_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, data_ptr: tl.tensor, normal_ptr: tl.tensor,
     mean_ptr: tl.tensor, rstd_ptr: tl.tensor, scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor,
-    amax_ptr: tl.tensor, rows: tl.tensor, k_units: tl.tensor, stride_units: tl.tensor, k_unit: tl.constexpr,
-    eps: tl.constexpr, tile_m: tl.constexpr, tile_k: tl.constexpr,
+    amax_ptr: tl.tensor, casts_ptr: tl.tensor, rows: tl.tensor, k_units: tl.tensor,
+    stride_units: tl.tensor, k_unit: tl.constexpr, eps: tl.constexpr, tile_m: tl.constexpr,
+    tile_k: tl.constexpr,
 ) -> None:  # fmt: skip
     cols, stride = k_units * k_unit, stride_units * k_unit
     row = tl.program_id(0).to(tl.int64) * tile_m + tl.arange(0, tile_m)
@@ -67,6 +68,9 @@ def _forward_kernel(
     if amax_ptr is not None:
         present = tl.where(inside, tl.abs(values), 0.0)  # rows beyond the end would give the bias
         record(amax_ptr, tl.reduce(present, None, nan_max))
+    if casts_ptr is not None:
+        present = tl.where(inside, values, 0.0)
+        count(casts_ptr, present, scale, rows, cols, data_ptr.dtype.element_ty)
     offsets = row[:, None] * cols + col[None, :]
     tl.store(data_ptr + offsets, quantized(values, scale, data_ptr.dtype.element_ty), mask=inside)
     if normal_ptr is not None:
@@ -126,6 +130,7 @@ def norm_cast(
     fp8_max: float,
     transpose: bool,
     want_normal: bool = False,
+    casts: torch.Tensor | None = None,
 ) -> NormCast:
     """Normalize each row in float32, and cast what that gives.
 
@@ -141,6 +146,7 @@ def norm_cast(
         fp8_max: its largest value.
         transpose: write `data_t`.
         want_normal: write `normal`.
+        casts: int64 [3] = values, saturated, flushed to zero, to which the result's are added; or None.
     """
     assert fp8_max == FP8_MAX[dtype], (fp8_max, dtype)
     x = x if row_major(x) else x.contiguous()
@@ -158,7 +164,7 @@ def norm_cast(
     unit = unit_of(k, x.stride(0))
     _launch_forward(
         (blocks(m, bm), 1, 1),
-        (x, weight, bias, data, normal, mean, rstd, scale, scale_inv, amax),
+        (x, weight, bias, data, normal, mean, rstd, scale, scale_inv, amax, casts),
         (m, k // unit, x.stride(0) // unit),
         (unit, eps, bm, block),
         warps,
