@@ -24,9 +24,7 @@ from ._base import Work
 from ._control import Control
 
 CATCH_UP_SECONDS = 2.0
-LONGEST_NAP = (
-    0.0002  # seconds by which the end of a reduction may go unseen, while the GPU may have nothing to do
-)
+LONGEST_NAP = 0.0002  # seconds; meanwhile a GPU may have nothing to do
 _FOREVER = 10.0 * 365 * 86400
 
 
