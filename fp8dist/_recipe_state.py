@@ -307,6 +307,12 @@ class AgingState(DelayedState):
         self._usable, self._finite, self._lost = (
             torch.empty(n, dtype=torch.bool, device=self.device) for _ in range(3)
         )
+        if self._by_kernel:  # which leaves there what it overwrites
+            self._old = (
+                torch.empty_like(self.scale),
+                torch.empty_like(self.scale),
+                torch.empty_like(self.nonfinite),
+            )
 
     def update(self, amax: torch.Tensor) -> None:
         """Enter the row, then recompute the scales of slots whose window has a usable maximum."""
@@ -348,19 +354,24 @@ class AgingState(DelayedState):
         from .kernels.triton import update
 
         warm = None if self._all_warm else self.warm.to(self.device)
-        update(
-            amax.contiguous(),
-            self.history,
-            self.head,
-            self.scale,
-            self.scale_inv,
-            warm,
-            self.nonfinite,
-            self.recipe.scaled_max(self.backward),
-            freeze=self._freezes,
-            most_recent=self.recipe.amax_compute_algo == "most_recent",
-            reset=False,
-        )
+        try:
+            update(
+                amax.contiguous(),
+                self.history,
+                self.head,
+                self.scale,
+                self.scale_inv,
+                warm,
+                self.nonfinite,
+                self.recipe.scaled_max(self.backward),
+                freeze=self._freezes,
+                most_recent=self.recipe.amax_compute_algo == "most_recent",
+                reset=False,
+                old=self._old,
+            )
+        except BaseException:
+            self._undo = None  # nothing was written, and `_old` is of the update before
+            raise
         # A kernel's writes are unknown to autograd, which shall notice an update between a forward and its backward.
         for tensor in (self.scale, self.scale_inv):
             torch.autograd.graph.increment_version(tensor)
@@ -418,9 +429,10 @@ class AgingState(DelayedState):
         if type(self).update is not AgingState.update:
             return super()._snapshot()
         warm = None if self._all_warm else self.warm.clone()
-        # A GPU is not asked whether an amax was finite, so all counts are kept instead of who was not.
-        nonfinite = self.nonfinite.clone() if self._by_kernel else None
-        return self._evicted(), self.scale.clone(), warm, nonfinite
+        if self._by_kernel:
+            # A GPU is not asked whether an amax was finite, so all counts are kept instead of who was not.
+            return self._old[0], self._old[1], warm, self._old[2]
+        return self._evicted(), self.scale.clone(), warm, None
 
     def _restore(self, record: Any) -> None:
         if isinstance(record, dict):

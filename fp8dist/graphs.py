@@ -73,11 +73,19 @@ class _Cuda:
                         failure = error
                         raise
             except BaseException:
+                _free_generator(self._device)
                 if failure is None:
                     raise
         if failure is not None:  # ending a broken capture has raised too, and says less
             raise failure
         return _Recording(graph.replay, graph.pool(), result)
+
+
+def _free_generator(device: torch.device) -> None:
+    """A capture that the device breaks leaves the random generator as if it went on: any use of it raises."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class _Captured(NamedTuple):

@@ -123,7 +123,8 @@ class Trainer:
             config.heads,
             config.seq_len,
             config.seed,
-            bf16=config.precision == "bf16",
+            # What is not in FP8 is in bfloat16 on a GPU: attention in float32 would take longer than FP8 saves.
+            bf16=config.precision == "bf16" or (config.precision == "fp8" and grid.device.type == "cuda"),
             recomputed=config.activation_checkpoint,
             experts=config.experts,
             moe_every=config.moe_every,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -265,23 +267,20 @@ def test_two_shapes_share_memory_and_take_turns(make: Callable[..., Run]) -> Non
     same(ours, theirs)
 
 
-@pytest.mark.parametrize("how", ["python", "device"])
-def test_an_error_in_the_capture_comes_out_and_the_run_goes_on(make: Callable[..., Run], how: str) -> None:
+def test_an_error_in_the_capture_comes_out_and_the_run_goes_on(make: Callable[..., Run]) -> None:
     ours, theirs = make("ours"), make("theirs")
     capturing = torch.cuda.is_current_stream_capturing
 
     def body() -> torch.Tensor:
         losses = ours.body()
-        if capturing() and how == "python":
-            raise ZeroDivisionError("in the body")
         if capturing():
-            losses[0].item()  # a host that asks for a value cannot be captured
+            raise ZeroDivisionError("in the body")
         return losses
 
     graphed = GraphedStep(ours.coordinator, body, ours.leaves())
     ours.train(graphed, range(3))
     stream = torch.cuda.current_stream()
-    with pytest.raises(ZeroDivisionError if how == "python" else RuntimeError, match=r"body|captur"):
+    with pytest.raises(ZeroDivisionError, match="in the body"):
         graphed(3)
     assert torch.cuda.current_stream() == stream
     assert not capturing()
@@ -291,6 +290,54 @@ def test_an_error_in_the_capture_comes_out_and_the_run_goes_on(make: Callable[..
     theirs.train(theirs.eagerly, range(3))
     assert ours.train(ours.eagerly, range(3, 5)) == theirs.train(theirs.eagerly, range(3, 5))
     same(ours, theirs)
+
+
+BREAKING = """
+import torch
+import fp8dist as f8
+from fp8dist.graphs import GraphedStep
+
+coordinator = f8.ReductionGroupCoordinator(f8.DelayedScaling())
+layer = f8.Linear(64, 64, coordinator=coordinator, name="l", device="cuda", dtype=torch.bfloat16)
+x = torch.ones(32, 64, device="cuda", dtype=torch.bfloat16)
+
+def body():
+    loss = layer(x).float().square().mean()
+    loss.backward()
+    if torch.cuda.is_current_stream_capturing():
+        loss.item()  # a host that asks for a value breaks the capture
+    return loss.detach()
+
+graphed = GraphedStep(coordinator, body, layer.parameters())
+stream = torch.cuda.current_stream()
+try:
+    for step in range(4):
+        graphed(step)
+except RuntimeError as error:
+    print("told:", "captur" in str(error))
+print("stream kept:", torch.cuda.current_stream() == stream, not torch.cuda.is_current_stream_capturing())
+print("open:", coordinator.in_scope, graphed.captured)
+coordinator.recover()
+for step in range(3, 6):
+    with coordinator.step(step):
+        layer(x + torch.randn_like(x)).float().square().mean().backward()
+torch.cuda.synchronize()
+print("commits:", coordinator.stats.commits)
+"""
+
+
+def test_a_capture_that_the_device_breaks_is_told_and_the_run_goes_on() -> None:
+    # In a process of its own: a broken capture can leave torch's allocator and generators in any state.
+    done = subprocess.run(
+        [sys.executable, "-c", BREAKING], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert lines == [
+        "told: True",
+        "stream kept: True True",
+        "open: False False",
+        "commits: 6",
+    ], done.stdout + done.stderr
 
 
 def test_a_capture_that_failed_in_python_can_be_repeated(make: Callable[..., Run]) -> None:

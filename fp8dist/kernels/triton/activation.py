@@ -121,7 +121,7 @@ def _backward_kernel(
         value = load_tile(h_ptr + features, row0, col0, rows, features, h_stride, tile_m, tile_f, owned).to(
             tl.float32
         )
-        dvalue = dy * _activation(h, h, "silu")
+        dvalue = libdevice.mul_rn(dy, _activation(h, h, "silu"))
         dy *= value
         if amax_ptr is not None:
             record(amax_ptr, tile_amax(dvalue))
@@ -133,7 +133,9 @@ def _backward_kernel(
         store_tile(
             dvalue, right, below, casts_ptr, scale, row0, col0, rows, features, cols, tile_m, tile_f, owned
         )
-    dh = tl.where(h <= 0.0, 0.0, dy) if kind == "relu" else dy * _derivative(h, kind)
+    # Rounded, and not part of a fused multiply-add with the sums: whether the assembler makes one depends on what else
+    # uses the product, and a step whose casts are counted shall have the bits of one whose are not.
+    dh = tl.where(h <= 0.0, 0.0, dy) if kind == "relu" else libdevice.mul_rn(dy, _derivative(h, kind))
     if amax_ptr is not None:
         record(amax_ptr, tile_amax(dh))
     if partial_ptr is not None:

@@ -24,11 +24,15 @@ _MAX = tl.constexpr(torch.finfo(torch.float32).max)
         "scale_inv_ptr",
         "warm_ptr",
         "nonfinite_ptr",
+        "old_row_ptr",
+        "old_scale_ptr",
+        "old_nonfinite_ptr",
     ],
 )
 def _update_kernel(
     amax_ptr: tl.tensor, history_ptr: tl.tensor, scale_ptr: tl.tensor, scale_inv_ptr: tl.tensor,
-    warm_ptr: tl.tensor, nonfinite_ptr: tl.tensor, n: tl.tensor, length: tl.tensor, head: tl.tensor,
+    warm_ptr: tl.tensor, nonfinite_ptr: tl.tensor, old_row_ptr: tl.tensor, old_scale_ptr: tl.tensor,
+    old_nonfinite_ptr: tl.tensor, n: tl.tensor, length: tl.tensor, head: tl.tensor,
     scaled_max: tl.constexpr, inv_stride: tl.constexpr, freeze: tl.constexpr, most_recent: tl.constexpr,
     reset: tl.constexpr, tile_l: tl.constexpr, tile_n: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -37,7 +41,10 @@ def _update_kernel(
     amax = tl.load(amax_ptr + slot, mask=inside, other=_ABSENT)
     finite = amax < float("inf")
     entered = amax if freeze else tl.where(finite, amax, _ABSENT)
-    tl.store(history_ptr + head.to(tl.int64) * n + slot, entered, mask=inside)
+    at_head = history_ptr + head.to(tl.int64) * n + slot
+    if old_row_ptr is not None:
+        tl.store(old_row_ptr + slot, tl.load(at_head, mask=inside), mask=inside)
+    tl.store(at_head, entered, mask=inside)
     if most_recent:
         window = amax
     else:
@@ -56,6 +63,8 @@ def _update_kernel(
         usable = usable & (window < float("inf"))
     quotient = tl.div_rn(tl.full([tile_n], scaled_max, tl.float32), window)
     scale = tl.load(scale_ptr + slot, mask=inside, other=1.0)
+    if old_scale_ptr is not None:
+        tl.store(old_scale_ptr + slot, scale, mask=inside)
     scale = tl.where(usable, tl.minimum(tl.maximum(quotient, _TINY), _MAX), scale)
     tl.store(scale_ptr + slot, scale, mask=inside)
     tl.store(
@@ -63,6 +72,8 @@ def _update_kernel(
     )
     if warm_ptr is not None:
         tl.store(warm_ptr + slot, True, mask=inside & usable)
+    if old_nonfinite_ptr is not None:
+        tl.store(old_nonfinite_ptr + slot, tl.load(nonfinite_ptr + slot, mask=inside), mask=inside)
     if nonfinite_ptr is not None:
         lost = inside & (finite == 0)
         tl.store(nonfinite_ptr + slot, tl.load(nonfinite_ptr + slot, mask=lost, other=0) + 1, mask=lost)
@@ -86,6 +97,7 @@ def update(
     freeze: bool = False,
     most_recent: bool = False,
     reset: bool = True,
+    old: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Enter one step's amaxes into the ring, recompute all scales, and empty the row, all in place.
 
@@ -104,6 +116,8 @@ def update(
             as absent, and the scale is kept this once.
         most_recent: the window's amax is this step's alone.
         reset: fill `amax` with -1.
+        old: float32, float32 and int64 [n], which take what was there: the row at the head, scales and counts.
+            Only with `nonfinite`.
     """
     length, n = history.shape
     if n == 0:
@@ -112,7 +126,7 @@ def update(
     bl = min(triton.next_power_of_2(length), 4096 // bn)
     _launch_update(
         (blocks(n, bn), 1, 1),
-        (amax, history, scale, scale_inv, warm, nonfinite),
+        (amax, history, scale, scale_inv, warm, nonfinite, *(old or (None, None, None))),
         (n, length, head),
         (scaled_max, scale_inv.stride(0), freeze, most_recent, reset, bl, bn),
         4,
