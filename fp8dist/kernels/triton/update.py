@@ -44,6 +44,7 @@ def _update_kernel(
     at_head = history_ptr + head.to(tl.int64) * n + slot
     if old_row_ptr is not None:
         tl.store(old_row_ptr + slot, tl.load(at_head, mask=inside), mask=inside)
+        tl.debug_barrier()  # whoever writes the new row need not be the thread that has read the old one
     tl.store(at_head, entered, mask=inside)
     if most_recent:
         window = amax
