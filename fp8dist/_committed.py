@@ -255,7 +255,10 @@ class CommittedState(UpdateProtocol):
         return dict(zip(columns.names, columns.scale.tolist(), strict=True))
 
     def count_casts(self, on: bool = True) -> None:
-        """Count what each cast saturates and flushes to zero, from zero; costs two passes per tensor."""
+        """Count what each cast saturates and flushes to zero, from zero.
+
+        It costs two passes per tensor; on a GPU none, but for tensors that are no matrices and for experts.
+        """
         self._table.count_casts(on)
 
     def cast_counts(self) -> dict[str, tuple[int, int, int]]:

@@ -60,7 +60,7 @@ class Monitor:
         coordinator: whose slots are watched; one monitor each.
         sinks: get the records, in this order. One that raises is switched off, with one warning.
         every: a sample is taken at each such call of `step`. A sampled step takes about a quarter longer on a CPU.
-        count_casts: count in the sampled step what casts saturate and flush to zero, which reads every cast tensor
+        count_casts: count in the sampled step what casts saturate and flush to zero; a CPU then reads every cast tensor
             twice more. It takes `coordinator.count_casts()` over. False leaves both out: under `torch.compile`, where
             counting is a second variant of each module to compile, or in a captured graph, which counts nothing.
 
