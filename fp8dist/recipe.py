@@ -21,9 +21,8 @@ from ._recipe_state import (
     HoldingState,
     RecipeState,
     StatelessState,
-    TEFusedState,
-    TEUnfusedState,
 )
+from ._te_rules import TEFusedState, TEUnfusedState
 
 AmaxAlgo = Callable[[torch.Tensor], torch.Tensor]
 ScaleAlgo = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fp8dist import _recipe_state, conformance, recipe
+from fp8dist import _te_rules, conformance, recipe
 from fp8dist.cli import app
 
 VECTORS = Path(__file__).parents[1] / "data" / "te_updates.pt"
@@ -119,8 +119,8 @@ def test_a_nan_in_another_place_is_a_difference(recorded: list[dict[str, Any]]) 
 def test_the_two_rules_cannot_be_exchanged(
     recorded: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "TEFusedState", _recipe_state.TEUnfusedState)
-    monkeypatch.setattr(recipe, "TEUnfusedState", _recipe_state.TEFusedState)
+    monkeypatch.setattr(recipe, "TEFusedState", _te_rules.TEUnfusedState)
+    monkeypatch.setattr(recipe, "TEUnfusedState", _te_rules.TEFusedState)
     assert [report.conforms for report in conformance.replay(recorded)] == [False, False]
     assert command(VECTORS)[0] == 1
 
