@@ -129,6 +129,7 @@ class SlotTable:
 
     def reset_row(self, part: Part = Part.BOTH) -> None:
         """Forget what was recorded."""
+        self._scope.weight_cache.clear()  # a weight that is kept for a scope is recorded by its first use only
         split = self._n_forward_union
         rows = {Part.BOTH: self.row, Part.FORWARD: self.row[:split], Part.BACKWARD: self.row[split:]}
         rows[part].fill_(ABSENT)

@@ -10,6 +10,7 @@ from _fakes import make_linear as make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8dist as f8
 from fp8dist._amax import ABSENT
 from fp8dist.errors import MissingScope
 
@@ -166,14 +167,18 @@ def test_another_weight_of_the_same_version_is_not_taken_for_the_cached_one():
         assert torch.equal(module(x), module.bias.expand(16, 16))
 
 
-def test_every_use_of_a_cached_weight_records_its_amax():
-    coordinator = FakeCoordinator()
+def test_a_weight_is_kept_no_longer_than_what_its_first_use_has_recorded():
+    coordinator = f8.ReductionGroupCoordinator(f8.DelayedScaling(), name="kept")
     module, x = make(coordinator), randn(16, 32)
     with coordinator.step():
         module(x)
-        coordinator.forget()
+        quantized = coordinator.request_handle.weight_cache["a.weight"].quantized
         module(x)
-        assert coordinator.amaxes()["a.weight"] == module.weight.abs().max().item()
+        assert coordinator.request_handle.weight_cache["a.weight"].quantized is quantized
+        coordinator._table.reset_row()
+        module(x)
+        assert module.slots.weight.amax.item() == module.weight.abs().max().item()
+    coordinator.close()
 
 
 def test_inference_mode_in_a_scope_does_not_poison_the_cache():
