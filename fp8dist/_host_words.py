@@ -26,7 +26,8 @@ class HostWords:
     def write(self, words: Sequence[int], to: torch.Tensor) -> None:
         """Write words, in the order of the current stream's work.
 
-        The words written before must have arrived, that is, their reduction must have ended.
+        The words written before must have arrived, that is, their reduction must have ended; but for a rank without
+        peers, whose words nobody reads.
 
         Args:
             words: int32 values.
