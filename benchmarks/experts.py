@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from linear import Run, milliseconds
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -27,13 +27,12 @@ from torch import nn
 import fp8dist as f8
 from fp8dist.kernels import gemm
 
+HEAD_START = 1_000_000  # cycles
 SHAPES = [(4096, 14336), (14336, 4096), (2048, 1408), (1408, 2048)]
 PREDICTION = (
     "prediction at 8 x 4096 x 14336 and 16384 tokens: bf16 8.5 ms; FP8 layer by layer 7 ms; one node 5.7 ms (products "
     "4.8 ms, casts 0.9 ms); products in one launch are slower than one by one there, and faster at 2048 x 1408"
 )
-
-Run = Callable[[], None]
 
 
 def uneven(experts: int, tokens: int, odd: bool) -> list[int]:
@@ -145,25 +144,6 @@ def void(result: object) -> None:
     """For a lambda that returns nothing."""
 
 
-def milliseconds(methods: dict[str, Run], iterations: int) -> dict[str, float]:
-    """Median time of each method, all of them in turn."""
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for run in methods.values():
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    for _ in range(iterations):
-        for name, run in methods.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host runs ahead a little, as in a model of several layers
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def casts(case: Case) -> float:
     """Milliseconds of the three casts of the node alone."""
     from fp8dist.kernels.triton.grouped import cast_groups
@@ -184,7 +164,7 @@ def casts(case: Case) -> float:
                 x, rows, cells.addresses()[0], None, amax, cells.dtype, transpose=True, keep=True, sums_dtype=sums
             )  # fmt: skip
 
-    return milliseconds({"casts": run}, 20)["casts"]
+    return milliseconds({"casts": run}, 20, HEAD_START)["casts"]
 
 
 def measure(
@@ -208,7 +188,7 @@ def measure(
 
         return forgetful
 
-    result = milliseconds({name: anew(run) for name, run in methods_of(case, odd).items()}, n)
+    result = milliseconds({name: anew(run) for name, run in methods_of(case, odd).items()}, n, HEAD_START)
     result["casts alone"] = casts(case)
     scope.__exit__(None, None, None)
     case.coordinator.close()

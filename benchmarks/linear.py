@@ -143,8 +143,14 @@ def te_linear(plain: nn.Linear) -> nn.Module | None:
     return Scoped()
 
 
-def milliseconds(methods: dict[str, Run], iterations: int) -> dict[str, float]:
-    """Median time of each method, all of them in turn."""
+def milliseconds(methods: dict[str, Run], iterations: int, head_start: int = 0) -> dict[str, float]:
+    """Median time of each method, all of them in turn.
+
+    Args:
+        methods: what to time.
+        iterations: of each.
+        head_start: cycles that the GPU sleeps first, so that the host runs ahead, as in a model of several layers.
+    """
     times: dict[str, list[float]] = {name: [] for name in methods}
     for run in methods.values():
         for _ in range(5):
@@ -153,6 +159,8 @@ def milliseconds(methods: dict[str, Run], iterations: int) -> dict[str, float]:
     for _ in range(iterations):
         for name, run in methods.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if head_start:
+                torch.cuda._sleep(head_start)
             begin.record()
             run()
             end.record()

@@ -11,6 +11,7 @@ acknowledges what the others would, in a store of this process. Microbatches: co
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import statistics
@@ -82,6 +83,7 @@ def by_ranks(ranks: int, stages: int, slots_per_stage: int) -> dict[str, float]:
     """The decision on a layout for `ranks` ranks, each of which holds one of `stages` stages."""
     payloads = stage_payloads(f8.DelayedScaling(amax_history_len=LENGTH), stages, slots_per_stage)
     brought = [(payload, list(range(stage, ranks, stages))) for stage, payload in enumerate(payloads)]
+    gc.collect()  # what earlier measurements have left is none of this one's business
     start = time.perf_counter()
     agreed = _decisions.layout(brought)
     decide = time.perf_counter() - start
@@ -207,7 +209,7 @@ def show(title: str, rows: list[dict[str, float]]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.4g}" for value in row.values()))
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 def main() -> None:

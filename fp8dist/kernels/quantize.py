@@ -55,7 +55,6 @@ def quantize(
     x: torch.Tensor,
     slot: Slot,
     record: bool,
-    amax: torch.Tensor | None = None,
     layout: int = Layout.ROWS,
     *,
     share: bool = False,
@@ -68,7 +67,6 @@ def quantize(
         x: float32, bfloat16 or float16, any shape and strides; may be empty.
         slot: where the scale comes from, and where amax and cast counts go.
         record: raise the slot's amax (and cast counts) by this tensor. An empty tensor records nothing.
-        amax: float32 [1] that takes the amax instead of `slot.amax`.
         layout: what products will want of it; more than rows only of matrices.
         share: the result is used before the next update, or saved where autograd notices that one came between: so
             its `scale_inv` may be the slot's own.
@@ -76,7 +74,7 @@ def quantize(
     Raises:
         ValueError: another dtype, or the slot lies on another device than `x`.
     """
-    scale, warm, cell, casts, inverse = prepare(x, slot, record, amax)
+    scale, warm, cell, casts, inverse = prepare(x, slot, record)
     if runs_kernels(x) and x.dim() == 2:
         # The dispatcher costs as much as the kernel, so an eager GPU tensor goes past it.
         data, transposed, scale_inv = _quantize_by_kernel(
@@ -108,7 +106,7 @@ class Cast(NamedTuple):
     """The slot's own inverse, where the scale is the slot's and known, and an update would be noticed."""
 
 
-def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None = None) -> Cast:
+def prepare(x: torch.Tensor, slot: Slot, record: bool) -> Cast:
     """Check a tensor against its slot, note that it is recorded, and find the scale to use.
 
     Raises:
@@ -128,7 +126,7 @@ def prepare(x: torch.Tensor, slot: Slot, record: bool, amax: torch.Tensor | None
     if slot.scope.tape is not None and not slot.backward:
         scale, warm = slot.scope.tape.play(scale, warm)
         inverse = None
-    return Cast(scale, warm, slot.amax if amax is None else amax, slot.casts if record else None, inverse)
+    return Cast(scale, warm, slot.amax, slot.casts if record else None, inverse)
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
