@@ -57,7 +57,7 @@ def stopped_for_a_while(run: Run) -> None:
 
 
 def hold_the_gil(run: Run) -> None:
-    run.step(1, at="before", do=lambda: ctypes.PyDLL(None).usleep(900_000))
+    run.step(1, at="before", do=lambda: ctypes.PyDLL(None).usleep(int(2.5e6 * W)))
 
 
 def clock_set_forward(run: Run) -> None:
