@@ -1,4 +1,4 @@
-"""Transformer Engine's two rules, for trajectories that equal its own; ours are in `_recipe_state`."""
+"""Transformer Engine's two rules, for trajectories that equal its own; ours are in `_aging_rules`."""
 
 from __future__ import annotations
 

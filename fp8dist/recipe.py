@@ -16,12 +16,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ._recipe_state import (
-    AgingState,
-    HoldingState,
-    RecipeState,
-    StatelessState,
-)
+from ._aging_rules import aging_rule
+from ._recipe_state import RecipeState, StatelessState
 from ._te_rules import TEFusedState, TEUnfusedState
 
 AmaxAlgo = Callable[[torch.Tensor], torch.Tensor]
@@ -210,7 +206,7 @@ class DelayedScaling(Recipe):
         elif self.rule_set == "te_unfused":
             rule = TEUnfusedState
         else:
-            rule = HoldingState if self.idle == "hold" else AgingState
+            rule = aging_rule(self, torch.device(device))
         return rule(self, n, backward=backward, device=device)
 
 
