@@ -70,6 +70,10 @@ class Verdict:
     """Indices of the slot classes whose scale digests differ."""
 
 
+# What nearly every step comes to, by `active`; made once, since all ranks wait while it is made.
+_ALL_WELL = {active: Verdict(None, None, None, active, (), ()) for active in (False, True)}
+
+
 def header_words(n_classes: int) -> int:
     """Number of int32 words of a header with that many slot classes."""
     return FLAGS + 2 * (len(FIELDS) + n_classes)
@@ -95,15 +99,30 @@ def tag_words(tag: Tag) -> tuple[int, int, int]:
     return kind, value >> 31, value & MASK31
 
 
+def flag_words(
+    rank: int,
+    world: int,
+    *,
+    failed: bool = False,
+    abandoned: bool = False,
+    grows: bool = False,
+    active: bool = False,
+) -> list[int]:
+    """The words that a rank may not know before it enters the collective."""
+    place = world - rank
+    return [place * failed, place * abandoned, place * grows, int(active)]
+
+
 def encode(header: Header) -> list[int]:
     """The words of a header, without the class digests."""
-    place = header.world - header.rank
-    words = [
-        place if header.failed else 0,
-        place if header.abandoned else 0,
-        place if header.grows else 0,
-        int(header.active),
-    ]
+    words = flag_words(
+        header.rank,
+        header.world,
+        failed=header.failed,
+        abandoned=header.abandoned,
+        grows=header.grows,
+        active=header.active,
+    )
     for value in (
         *tag_words(header.tag), header.layout, header.recipe, header.generation & MASK31, int(header.part)
     ):  # fmt: skip
@@ -121,13 +140,17 @@ def decode(words: list[int], world: int) -> Verdict:
     def rank(word: int) -> int | None:
         return world - word if word else None
 
-    pairs = list(zip(words[FLAGS::2], words[FLAGS + 1 :: 2], strict=True))
-    fields = [name for name, pair in zip(FIELDS, pairs, strict=False) if _differ(*pair)]
+    largest, negated_smallest = words[FLAGS::2], words[FLAGS + 1 :: 2]
+    if not any(words[:3]) and largest == [-word for word in negated_smallest]:
+        return _ALL_WELL[bool(words[3])]
+    pairs = zip(largest, negated_smallest, strict=True)
+    differ = [i for i, pair in enumerate(pairs) if _differ(*pair)]
+    fields = [FIELDS[i].partition("_")[0] for i in differ if i < len(FIELDS)]
     return Verdict(
         failed_rank=rank(words[0]),
         abandoned_rank=rank(words[1]),
         growing_rank=rank(words[2]),
         active=bool(words[3]),
-        disagreements=tuple(dict.fromkeys(name.partition("_")[0] for name in fields)),
-        classes=tuple(i for i, pair in enumerate(pairs[len(FIELDS) :]) if _differ(*pair)),
+        disagreements=tuple(dict.fromkeys(fields)),
+        classes=tuple(i - len(FIELDS) for i in differ if i >= len(FIELDS)),
     )

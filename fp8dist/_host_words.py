@@ -11,42 +11,39 @@ class HostWords:
     """Writes and reads the header on the host. A GPU's queue of work is never waited for: it may be a step long.
 
     Args:
-        device: where the words are.
-        n_plain: of the words that are written.
-        n_header: of those that are read.
+        header: int32, the words that are read.
+        plain: a view of those that are written.
     """
 
-    def __init__(self, device: torch.device, n_plain: int, n_header: int) -> None:
-        gpu = device.type == "cuda"
-        self._written = torch.zeros(n_plain, dtype=torch.int32, pin_memory=gpu)
+    def __init__(self, header: torch.Tensor, plain: torch.Tensor) -> None:
+        self._header, self._plain = header, plain
+        self._written, self._stream = plain, None
+        if header.device.type == "cuda":
+            self._written = torch.zeros_like(plain, device="cpu", pin_memory=True)
+            self._read = torch.zeros_like(header, device="cpu", pin_memory=True)
+            self._stream = torch.cuda.Stream(header.device)
         self._array = self._written.numpy()
-        self._read = torch.zeros(n_header, dtype=torch.int32, pin_memory=gpu)
-        self._stream = torch.cuda.Stream(device) if gpu else None
 
-    def write(self, words: Sequence[int], to: torch.Tensor) -> None:
+    def write(self, words: Sequence[int]) -> None:
         """Write words, in the order of the current stream's work.
 
         The words written before must have arrived, that is, their reduction must have ended; but for a rank without
         peers, whose words nobody reads.
 
         Args:
-            words: int32 values.
-            to: int32, as many.
+            words: int32 values, as many as `plain` has.
         """
         self._array[:] = words
-        to.copy_(self._written, non_blocking=True)
+        if self._stream is not None:
+            self._plain.copy_(self._written, non_blocking=True)
 
-    def read(self, header: torch.Tensor) -> list[int]:
-        """Read words that are there already, whatever else the device still has to do.
-
-        Args:
-            header: int32, of a reduction that has ended.
-        """
+    def read(self) -> list[int]:
+        """The words after a reduction that has ended, whatever else the device still has to do."""
         if self._stream is None:
-            words: list[int] = header.tolist()
+            words: list[int] = self._header.tolist()
             return words
         with torch.cuda.stream(self._stream):  # behind the current one the optimizer may wait
-            self._read.copy_(header, non_blocking=True)
+            self._read.copy_(self._header, non_blocking=True)
         self._stream.synchronize()
         words = self._read.tolist()
         return words

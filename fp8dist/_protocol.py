@@ -25,7 +25,7 @@ from ._amax import ABSENT
 from ._declarations import Declarations
 from ._drift import Member
 from ._flight import FlightRecorder
-from ._header import INT32_MIN, Header, Tag, Verdict, decode, encode
+from ._header import FLAGS, INT32_MIN, Header, Tag, Verdict, decode, encode, flag_words
 from ._layout import format_ranks, layout_from_plain
 from ._negotiate import Negotiator
 from ._notes import MENDS, NOTE_GRACE, Notes
@@ -80,7 +80,8 @@ class UpdateProtocol:
         self._last_exit = time.monotonic()
         self._broken: BaseException | None = None
         self._pending: Work | None = None
-        self._sent: list[int] = []  # the plain header of the last reduction, as this rank wrote it
+        self._sent: list[int] = []  # the plain header of this step's reduction, as this rank writes it
+        self._told: dict[str, int | str] = {}  # what the flight recorder says of it
         self.flight_dir = flight_dir
         self.flight = FlightRecorder(
             _recorder_name(name, transport), transport.rank, len(transport.global_ranks)
@@ -237,23 +238,41 @@ class UpdateProtocol:
             part=step.part,
             failed=failed,
             abandoned=step.abandoned,
-            grows=self._declared.relabelled or self._table.has_new_slots,
+            grows=self._grows,
             active=self._scope.requested,
         )
+
+    def _write_header(self, step: Step) -> None:
+        """Say what can be said before the step: at its exit all ranks wait for the slowest."""
+        self._table.refresh_digests(self._generation)
+        header = self._header(step)
+        self._sent = encode(header)
+        self._told = self._flight_header(header)
 
     def _start(self, step: Step) -> Work:
         """Start the one collective of the step."""
         if self._timeout is not None and time.monotonic() - self._last_exit > self._timeout:
             with contextlib.suppress(TransportError):  # the reduction itself needs no store
                 self._notes.look(self._serial)  # peers that waited for this rank may have given up
-        header = self._header(step)
-        self._sent = encode(header)
+        active = self._scope.requested
+        self._sent[:FLAGS] = flag_words(
+            self._transport.rank,
+            len(self._transport.global_ranks),
+            abandoned=step.abandoned,
+            grows=self._grows,
+            active=active,
+        )
         self._table.fill_header(self._sent, compare=self._reduces_amaxes)
-        self._stall.progress.publish("exit", self._serial, step.tag, step.place)
-        self.flight.record("enter", self._serial, step.tag, **self._flight_header(header))
         work = self._transport.start_max(self._payload)
+        # What nobody waits for comes while the reduction is under way.
+        self._stall.progress.publish("exit", self._serial, step.tag, step.place)
+        self.flight.record("enter", self._serial, step.tag, **self._told, active=int(active))
         self._table.prepare(step.part)
         return work
+
+    @property
+    def _grows(self) -> bool:
+        return self._declared.relabelled or self._table.has_new_slots
 
     def _flight_header(self, header: Header) -> dict[str, int | str]:
         """What `blame` compares. Digests that lie on a GPU stay there."""
@@ -264,7 +283,6 @@ class UpdateProtocol:
             "layout": f"{header.layout:#x}",
             "recipe": f"{header.recipe:#x}",
             "part": header.part.name or "",
-            "active": int(header.active),
             **{f"scales of {label(c)}": f"{digest:#x}" for c, digest in digests.items()},
         }
 

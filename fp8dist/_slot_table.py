@@ -106,7 +106,13 @@ class SlotTable:
         # Views made once: slicing costs as much as the copies that go through them.
         n_plain = header_words(0) if n_header else 0
         self.plain, self.compared = self.words[:n_plain], self.words[n_plain:n_header]
-        self._host = HostWords(self.device, n_plain, n_header)
+        self._host = HostWords(self.header, self.plain)
+        split = self._n_forward_union
+        self._row_parts = {
+            Part.BOTH: self.row,
+            Part.FORWARD: self.row[:split],
+            Part.BACKWARD: self.row[split:],
+        }
         self.reset_row()
 
     def fill_header(self, plain: Sequence[int], *, compare: bool) -> None:
@@ -116,7 +122,7 @@ class SlotTable:
             plain: flags and fields, `header_words(0)` int32 values.
             compare: send the scale digests; otherwise neutral words.
         """
-        self._host.write(plain, self.plain)
+        self._host.write(plain)
         if compare:
             assert self.digests is not None
             self.compared.copy_(self.digests.words)
@@ -125,14 +131,12 @@ class SlotTable:
 
     def read_header(self) -> list[int]:
         """The header's words, once a reduction over more than this rank has ended."""
-        return self._host.read(self.header)
+        return self._host.read()
 
     def reset_row(self, part: Part = Part.BOTH) -> None:
         """Forget what was recorded."""
         self._scope.weight_cache.clear()  # a weight that is kept for a scope is recorded by its first use only
-        split = self._n_forward_union
-        rows = {Part.BOTH: self.row, Part.FORWARD: self.row[:split], Part.BACKWARD: self.row[split:]}
-        rows[part].fill_(ABSENT)
+        self._row_parts[part].fill_(ABSENT)
         if self.has_new_slots:
             self._reset_new_slots(part)
 
@@ -170,6 +174,7 @@ class SlotTable:
             state.bind(self._scale[part], self._scale_inv[part], self._warm[part])
             self._states.append(state)
         self._columns = (slice(0, n_forward), slice(n_forward, n))
+        self._own = torch.empty(n, device=device)
         self._committed = None
         self._n_forward_union = sum(not is_backward(name) for name in layout.names)
         digests = HostDigests if device.type == "cpu" else DeviceDigests
@@ -189,6 +194,13 @@ class SlotTable:
         self._point_slots()
 
     def _point_slots(self) -> None:
+        if self._whole_row:
+            self._own = self.row
+        self._directions = [
+            (state, self._own[columns], flag)
+            for state, columns, flag in zip(self._states, self._columns, Part.BOTH, strict=True)
+            if state.n > 0
+        ]
         cells = self.row.split(1) if len(self.row) else ()
         views = zip(
             self._names, self._positions.tolist(), self._scale.split(1), self._scale_inv.split(1),
@@ -205,8 +217,8 @@ class SlotTable:
 
     def prepare(self, part: Part = Part.BOTH) -> None:
         """Do what of the commit does not need the reduced row. Changes nothing that anybody sees."""
-        for state, flag in zip(self._states, Part.BOTH, strict=True):
-            if flag in part and state.n > 0:
+        for state, _, flag in self._directions:
+            if flag in part:
                 state.prepare()
 
     def commit(self, part: Part = Part.BOTH) -> None:
@@ -215,12 +227,13 @@ class SlotTable:
         Args:
             part: the slots to commit; what the others recorded stays.
         """
-        own = self.row if self._whole_row else self.row.index_select(0, self._positions)
+        if not self._whole_row:
+            torch.index_select(self.row, 0, self._positions, out=self._own)
         done: list[RecipeState] = []
         try:
-            for state, columns, flag in zip(self._states, self._columns, Part.BOTH, strict=True):
-                if flag in part and state.n > 0:
-                    state.commit(own[columns])
+            for state, amax, flag in self._directions:
+                if flag in part:
+                    state.commit(amax)
                     done.append(state)
         except BaseException:
             for state in done:
@@ -228,7 +241,7 @@ class SlotTable:
             raise
         self._committed = done
         if self.on_commit is not None:
-            self.on_commit(self._names, own, part)
+            self.on_commit(self._names, self._own, part)
         self.reset_row(part)
 
     def undo(self) -> bool:

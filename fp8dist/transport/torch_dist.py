@@ -111,6 +111,8 @@ class TorchTransport:
         self._count = 0
         self._sizes: deque[int] = deque(maxlen=2)
         self._last: Any = None
+        self._max = dist.AllreduceOptions()
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def connect(self, communicator: str, device: torch.device, timeout: float | None) -> None:
         """See `Transport.connect`.
@@ -166,11 +168,9 @@ class TorchTransport:
         self.collectives += 1
         self._count += 1
         self._sizes.append(words.numel())
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         try:
             sent = words if self._on_device or words.device.type == "cpu" else words.cpu()
-            self._last = self._group.allreduce([sent], options)
+            self._last = self._group.allreduce([sent], self._max)
         except RuntimeError as error:
             raise TransportError(f"the reduction could not start: {error}") from error
         if self._on_device:
