@@ -134,6 +134,35 @@ def test_our_rule_equals_the_scalar_reference_bit_for_bit(
     assert state.scale_inv.isfinite().all()
 
 
+@pytest.mark.parametrize("margin", [0, 3, -2, -64, 64])
+@pytest.mark.parametrize("backward", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.floats(-150, 128),
+    near=st.sampled_from(["lowest", "highest", "anywhere"]),
+    ulps=st.integers(-3, 3),
+)
+def test_an_amax_of_any_size_makes_the_scale_of_the_scalar_reference(
+    margin: int, backward: bool, size: float, near: str, ulps: int
+) -> None:
+    """Above all where the quotient leaves what float32 holds as a normal number."""
+    state = make(n=2, margin=margin, backward=backward, amax_history_len=2)
+    slot = ReferenceSlot(state.recipe, backward)  # type: ignore[arg-type]
+    limits = np.finfo(np.float32)
+    borders = {"lowest": float(limits.max), "highest": float(limits.tiny)}
+    amax = float(slot.target) / borders[near] if near in borders else 2.0**size
+    with np.errstate(all="ignore"):
+        given = F32(min(amax, float(limits.max)))
+        for _ in range(abs(ulps)):
+            given = np.nextafter(given, F32(math.inf if ulps > 0 else 0), dtype=F32)
+    for _ in range(2):
+        state.commit(torch.full((2,), float(given)))
+        slot.step(float(given))
+        assert bits(state.scale) == [int(np.asarray(slot.scale, F32).view(np.int32))] * 2
+        with np.errstate(all="ignore"):
+            assert bits(state.scale_inv) == [int(np.asarray(F32(1) / slot.scale, F32).view(np.int32))] * 2
+
+
 @pytest.mark.parametrize("options", RULES, ids=RULE_IDS)
 @settings(max_examples=25, deadline=None)
 @given(
@@ -175,6 +204,22 @@ def test_a_loaded_state_goes_on_as_if_never_stopped(
     assert not resumed.undo(), "a loaded state has no commit to take back"
     for row in rows[cut:]:
         assert logical(run(resumed, [row])) == logical(run(whole, [row]))
+
+
+@pytest.mark.parametrize("options", RULES, ids=RULE_IDS)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_autograd_notices_an_update_between_a_forward_and_its_backward(
+    options: dict[str, Any], prepared: bool
+) -> None:
+    state = run(make(**options), [[1.0] * N])
+    for kept in (state.scale, state.scale_inv):
+        x = torch.ones(N, requires_grad=True)
+        y = x * kept
+        if prepared:
+            state.prepare()
+        run(state, [[2.0] * N])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("idle", ["age", "hold"])
