@@ -19,8 +19,8 @@ class HostWords:
         self._header, self._plain = header, plain
         self._written, self._stream = plain, None
         if header.device.type == "cuda":
-            self._written = torch.zeros_like(plain, device="cpu", pin_memory=True)
-            self._read = torch.zeros_like(header, device="cpu", pin_memory=True)
+            self._written = torch.zeros(plain.numel(), dtype=torch.int32, pin_memory=True)
+            self._read = torch.zeros(header.numel(), dtype=torch.int32, pin_memory=True)
             self._stream = torch.cuda.Stream(header.device)
         self._array = self._written.numpy()
 

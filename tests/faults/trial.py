@@ -154,8 +154,8 @@ class Run:
         self.name = fault.name if name is None else name
         self.coordinators: list[f8.ReductionGroupCoordinator] = []
         self.struck = 0.0
-        self.punctual: dist.ProcessGroup | None = None
-        """Its ranks enter a collective together, so that a busy machine makes none of them late."""
+        self.punctual = False
+        """It enters a collective together with those that are not faulty, which a busy machine makes late, too."""
         self._trap: tuple[str, Callable[[], object]] | None = None
         self.build(fault.recipe if self.odd else f8.DelayedScaling(amax_history_len=WINDOW))
 
@@ -207,8 +207,17 @@ class Run:
             self._reach("start")
             self.work(number)
             self._reach("end")
-            if self.punctual is not None:
-                dist.barrier(self.punctual)
+            if self.punctual:
+                self.meet_the_others()
+
+    def meet_the_others(self) -> None:
+        """Wait for those that are not faulty; the store must be alive."""
+        meetings, here = self.coordinator._transport.control.under("meetings"), self.coordinator.moment()
+        meetings.count(here, 1)
+        deadline = time.monotonic() + PATIENCE
+        while meetings.count(here) < WORLD - len(self.fault.odd):
+            assert time.monotonic() < deadline, "the others do not come"
+            time.sleep(0.005)
 
     def work(self, number: int) -> None:
         """What is inside a step."""
@@ -275,9 +284,7 @@ def trial(fault: Fault, place: Place) -> Seen:
     run = Run(fault, place, [place.rank])
     if not fault.early:
         run.step(0)
-    if fault.stall_warning is not None and not run.odd:
-        others = [rank for rank in range(WORLD) if rank not in fault.odd]
-        run.punctual = dist.new_group(others, use_local_synchronization=True)
+    run.punctual = fault.stall_warning is not None and not run.odd
     place.together()
     seen = run.suffer()
     place.together()
