@@ -242,12 +242,13 @@ class UpdateProtocol:
             active=self._scope.requested,
         )
 
-    def _write_header(self, step: Step) -> None:
-        """Say what can be said before the step: at its exit all ranks wait for the slowest."""
+    def _prepare_exit(self, step: Step) -> None:
+        """Do before the step what its exit can do without it, because there all ranks wait for the slowest."""
         self._table.refresh_digests(self._generation)
         header = self._header(step)
         self._sent = encode(header)
         self._told = self._flight_header(header)
+        self._table.prepare(step.part)
 
     def _start(self, step: Step) -> Work:
         """Start the one collective of the step."""
@@ -267,7 +268,6 @@ class UpdateProtocol:
         # What nobody waits for comes while the reduction is under way.
         self._stall.progress.publish("exit", self._serial, step.tag, step.place)
         self.flight.record("enter", self._serial, step.tag, **self._told, active=int(active))
-        self._table.prepare(step.part)
         return work
 
     @property

@@ -98,7 +98,7 @@ class RecipeState:
             raise
 
     def prepare(self) -> None:
-        """Do what of the next commit does not need its amaxes, while these are being reduced. Changes nothing."""
+        """Do what of the next commit does not need its amaxes, before the step that brings them. Changes nothing."""
 
     def _update_prepared(self, amax: torch.Tensor, prepared: Any) -> None:
         raise AssertionError("a rule that prepares something overrides this")

@@ -243,7 +243,7 @@ class ReductionGroupCoordinator(CommittedState):
         self._forget_reloaded_weights()
         self._serial += 1
         if not self.recipe.stateless:
-            self._write_header(step)
+            self._prepare_exit(step)
             self._stall.progress.publish("open", self._serial, step.tag, step.place)
             self.flight.record("open", self._serial, step.tag, place=step.place)
 
