@@ -47,7 +47,7 @@ class ReductionGroupCoordinator(CommittedState):
         store: where ranks meet; default: the store of the default group. A store of your own must be fresh
             for every launch.
         stall_warning: seconds after which a waiting rank logs who is missing; None never warns. Ranks say where they
-            are every half second at the least, so what a shorter one tells may be old.
+            are every half second at the least (two seconds among a thousand); what a shorter one tells may be old.
         timeout: seconds after which it raises `CollectiveTimeout`; None waits for ever. The first step gets
             three times that, since it may compile.
         flight_dir: where the flight recorder (the newest 4096 events of this rank) is written when an error
