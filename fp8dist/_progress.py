@@ -98,6 +98,7 @@ class Progress:
         self._now: dict[str, Any] = {}
         self._event: list[Any] | None = None
         self._told: Any = None
+        self._sending = threading.Lock()
         self._sent_at = 0.0
         self._thread = 0
         self._answered = b""
@@ -132,10 +133,18 @@ class Progress:
 
     def flush(self) -> None:
         """Send what has not been sent yet."""
-        told = (self._now, self._event)
-        if self._now and told != self._told:
-            self._told, self._sent_at = told, time.monotonic()
-            self.control.set(f"progress/{self.rank}", json.dumps({**self._now, "event": self._event}))
+        if self._now and (self._now, self._event) != self._told:
+            self._sent_at = time.monotonic()
+            self.control.later(self._send)
+
+    def _send(self) -> None:
+        # The record is made when its turn comes. One that the caller had made could wait behind a visit, which sends
+        # a newer one, and then replace it.
+        with self._sending:
+            told = (self._now, self._event)
+            if told != self._told:
+                self._told = told
+                self.control.set(f"progress/{self.rank}", json.dumps({**told[0], "event": told[1]}))
 
     def chunk(self, action: str, stage: int, microbatch: int | None) -> None:
         """Note what a schedule has begun: F, B, I or W of a microbatch."""
