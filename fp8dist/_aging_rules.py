@@ -123,10 +123,16 @@ class AgingState(DelayedState):
 
     # -- taking a commit back ----------------------------------------------------------------------------
 
+    @property
+    def _is_extended(self) -> bool:
+        """Whether a subclass of somebody else's has an `update` of its own, which may change anything."""
+        return type(self).update is not AgingState.update
+
     def _snapshot(self) -> Any:
-        # Only these rules are known to touch a single row; a subclass's may change anything.
-        if type(self).update is not AgingState.update:
-            return super()._snapshot()
+        return super()._snapshot() if self._is_extended else self._record()
+
+    def _record(self) -> Any:
+        """What one of these rules overwrites, which is a single row of the history."""
         return self._evicted(), self.scale.clone(), self._warm_record(), None
 
     def _warm_record(self) -> torch.Tensor | None:
@@ -251,6 +257,8 @@ class HostAgingState(AgingState):
 
     def prepare(self) -> None:
         """Take the undo record and the maximum of the rows that stay."""
+        if self._is_extended:
+            return
         self._prepared = _Prepared(self._snapshot(), self._maximum_of_rest())
 
     def _maximum_of_rest(self) -> Array | None:
@@ -291,9 +299,7 @@ class HostAgingState(AgingState):
             self._all_warm = True
         return True
 
-    def _snapshot(self) -> Any:
-        if type(self).update is not AgingState.update:
-            return super()._snapshot()
+    def _record(self) -> Any:
         return self._rows[self.head].copy(), self._scale_array.copy(), self._warm_record(), None
 
     def _put_back(self, evicted: Any) -> None:
@@ -343,8 +349,6 @@ class DeviceAgingState(AgingState):
             self.warm.copy_(warm)
             self._all_warm = bool(self.warm.all())
 
-    def _snapshot(self) -> Any:
-        if type(self).update is not AgingState.update:
-            return super()._snapshot()
+    def _record(self) -> Any:
         # A GPU is not asked whether an amax was finite, so all counts are kept instead of who was not.
         return self._old[0], self._old[1], self._warm_record(), self._old[2]

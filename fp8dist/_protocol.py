@@ -264,11 +264,10 @@ class UpdateProtocol:
             active=active,
         )
         self._table.fill_header(self._sent, compare=self._reduces_amaxes)
-        work = self._transport.start_max(self._payload)
-        # What nobody waits for comes while the reduction is under way.
+        # Before the start, which may block: nccl connects in the first one.
         self._stall.progress.publish("exit", self._serial, step.tag, step.place)
         self.flight.record("enter", self._serial, step.tag, **self._told, active=int(active))
-        return work
+        return self._transport.start_max(self._payload)
 
     @property
     def _grows(self) -> bool:

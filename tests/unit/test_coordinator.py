@@ -465,3 +465,29 @@ def test_weights_loaded_before_the_first_step_are_seeded_from_what_was_loaded() 
         assert model[0].slots.weight.warm.item()
         expected = torch.div(torch.tensor(448.0), weights["0.weight"].abs().max())
         assert model[0].slots.weight.scale.item() == expected.item()
+
+
+def test_a_rank_says_that_it_enters_before_the_start_of_the_reduction_which_may_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = make()
+    coordinator.slot("a.input")
+    said: list[str] = []
+    publish, start = coordinator._stall.progress.publish, coordinator._transport.start_max
+
+    def published(phase: str, *rest: Any) -> None:
+        said.append(phase)
+        publish(phase, *rest)
+
+    def started(words: torch.Tensor) -> Any:
+        said.append("start")
+        newest = coordinator.flight.last()
+        assert newest is not None and newest.kind == "enter"
+        return start(words)
+
+    coordinator.freeze()
+    monkeypatch.setattr(coordinator._stall.progress, "publish", published)
+    monkeypatch.setattr(coordinator._transport, "start_max", started)
+    with coordinator.step():
+        pass
+    assert said == ["open", "exit", "start"]

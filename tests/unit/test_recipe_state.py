@@ -439,8 +439,11 @@ class EveryRow(RecipeState):
         self.warm.logical_not_()
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("base", [{}, {"idle": "hold"}, {"rule_set": "te_fused"}], ids=str)
-def test_undo_covers_a_subclass_that_changes_more_than_the_rule_it_extends(base: dict[str, Any]) -> None:
+def test_commit_and_undo_cover_a_subclass_that_changes_more_than_the_rule_it_extends(
+    base: dict[str, Any], prepared: bool
+) -> None:
     rule = type(make(**base))
 
     class Shrinking(rule):  # type: ignore[misc, valid-type]
@@ -450,11 +453,16 @@ def test_undo_covers_a_subclass_that_changes_more_than_the_rule_it_extends(base:
             self.scale_inv.fill_(3.0)
 
     recipe = DelayedScaling(amax_history_len=3, **base)
-    for state in (Shrinking(recipe, N, backward=False), EveryRow(recipe, N, backward=False)):
-        run(state, [[1.0, 2.0, 4.0], [3.0, -1.0, 2.0]])
+    for kind in (Shrinking, EveryRow):
+        state, plain = kind(recipe, N, backward=False), kind(recipe, N, backward=False)
+        for each in (state, plain):
+            run(each, [[1.0, 2.0, 4.0], [3.0, -1.0, 2.0]])
         before = raw(state)
+        if prepared:
+            state.prepare()
         state.commit(torch.tensor([5.0, 6.0, 7.0]))
-        assert raw(state) != before
+        plain.update(torch.tensor([5.0, 6.0, 7.0]))
+        assert raw(state) == raw(plain) != before
         assert state.undo()
         assert raw(state) == before
 
